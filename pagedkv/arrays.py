@@ -1,0 +1,69 @@
+"""Checks of the arrays that callers hand in: shape, type, and finite where the codec needs it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.codec import check_finite
+from pagedkv.spec import KVSpec
+
+Array = npt.NDArray[Any]
+
+
+def check_pages(name: str, pages: Array, num_pages: int, spec: KVSpec, *, finite: bool) -> None:
+    """Raise unless ``pages`` is an array ``(page, layer, kind, token, head, channel)`` of the spec.
+
+    Raises:
+        TypeError: It is no numpy array.
+        ValueError: Its shape or dtype differs, or (``finite``) a number is NaN or infinite.
+    """
+    if not isinstance(pages, np.ndarray):
+        raise TypeError(f"{name} must be a numpy array, not {type(pages).__name__}")
+    wanted = (num_pages, *spec.page_shape)
+    if pages.shape != wanted:
+        raise ValueError(
+            f"{name} has shape {pages.shape}: it must be {wanted} "
+            "(page, layer, kind, token, head, channel)"
+        )
+    _check_dtype(name, pages, spec)
+    if finite:
+        check_finite(pages, name)
+
+
+def check_kinds(
+    kinds: Sequence[Any], lead: tuple[int, ...], spec: KVSpec, *, finite: bool
+) -> list[Array]:
+    """The arrays of the spec's kinds, each ``(*lead, token, head, channel)``.
+
+    Args:
+        kinds: Keys and values; ``None`` in place of the values where ``num_kinds`` is 1.
+        lead: The leading axes that they must have.
+        spec: Its dtype, heads and channels.
+        finite: Refuse NaN and infinity.
+
+    Raises:
+        ValueError: A shape or dtype differs, or (``finite``) a number is NaN or infinite.
+    """
+    names = ("k", "v")[: spec.num_kinds]
+    if spec.num_kinds == 1 and kinds[1] is not None:
+        raise ValueError("v was given, but the spec has num_kinds 1: one array a token")
+    arrays = [np.asarray(values) for values in kinds[: spec.num_kinds]]
+    axes = ", ".join([*map(str, lead), "tokens", str(spec.held_heads), str(spec.head_dim)])
+    for name, values in zip(names, arrays, strict=True):
+        shape = values.shape
+        fits = shape[: len(lead)] == lead and shape[-2:] == (spec.held_heads, spec.head_dim)
+        if len(shape) != len(lead) + 3 or not fits:
+            raise ValueError(f"{name} has shape {shape}: it must be ({axes})")
+        if shape != arrays[0].shape:
+            raise ValueError(f"v has shape {shape}, but k has {arrays[0].shape}")
+        _check_dtype(name, values, spec)
+        if finite:
+            check_finite(values, name)
+    return arrays
+
+
+def _check_dtype(name: str, values: Array, spec: KVSpec) -> None:
+    if values.dtype != spec.np_dtype:
+        raise ValueError(f"{name} is {values.dtype}: the spec says {spec.dtype}")

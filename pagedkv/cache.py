@@ -1,0 +1,447 @@
+"""``PagedKVCache``: pages in a pool, and below it a store, shared by sequences and by key."""
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.arrays import check_pages
+from pagedkv.errors import ClosedError, SpecMismatchError
+from pagedkv.group import LayerGroup
+from pagedkv.loading import Loader, LoadHandle
+from pagedkv.moves import Mover
+from pagedkv.policy import LRU, EvictionPolicy
+from pagedkv.pool import SlotPool
+from pagedkv.prefix import PageKeys, as_tokens, page_keys
+from pagedkv.residency import Residency
+from pagedkv.sequence import Extra, Sequence
+from pagedkv.spec import KVSpec, PageKey
+from pagedkv.stats import CacheStats, Counters
+from pagedkv.store import PageStore
+
+Array = npt.NDArray[Any]
+
+
+class PagedKVCache:
+    """A KV cache of fixed memory: a pool of pages, and below it, optionally, a store on disk.
+
+    Thread-safe; a ``Sequence`` of it has one owner at a time. In a process that was forked from
+    this one every call raises ``ClosedError``.
+
+    Args:
+        spec: Geometry and model; a sequence of specs for a model whose layers differ. They share
+            ``model`` and ``page_tokens``, and differ in ``group``.
+        num_slots: Pages that the pool holds; one number for each spec, or one for all.
+        store: Where cold pages go. The cache takes it over: ``close`` closes it too.
+        policy: Which page leaves first; a fresh one. Each spec ranks its pages by its own copy.
+        write_policy: ``"on-evict"``: a page is written when it leaves the pool or at ``flush``;
+            ``"write-through"``: as soon as it has a key.
+        pool_path: File to map the pool on; it must not exist. With several specs, the group's
+            name is appended.
+
+    Raises:
+        ValueError: A number is out of range, the specs do not fit together, or the policy is used.
+        SpecMismatchError: The store holds other specs.
+        FileExistsError: ``pool_path`` exists.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec | Seq[KVSpec],
+        num_slots: int | Seq[int],
+        store: PageStore | None = None,
+        policy: EvictionPolicy | None = None,
+        *,
+        write_policy: Literal["on-evict", "write-through"] = "on-evict",
+        pool_path: str | Path | None = None,
+    ) -> None:
+        self.specs = _checked_specs(spec)
+        counts = _checked_counts(num_slots, len(self.specs))
+        _check_store(store, self.specs)
+        if write_policy not in ("on-evict", "write-through"):
+            raise ValueError(
+                f"write_policy is {write_policy!r}: it must be 'on-evict' or 'write-through'"
+            )
+        ranking = LRU() if policy is None else policy
+        if len(ranking):
+            raise ValueError("policy ranks another cache's pages already: give each cache its own")
+        self.store = store
+        self.writes_through = write_policy == "write-through"
+        self.needs_finite = store is not None and not store.codec.lossless
+        self._lock = threading.Condition(threading.Lock())
+        self._counters = Counters()
+        self._groups = [
+            LayerGroup(
+                Mover(
+                    number,
+                    Residency(
+                        spec=group_spec,
+                        pool=SlotPool(
+                            group_spec, counts[number], _pool_path(pool_path, self.specs, number)
+                        ),
+                        policy=ranking if number == 0 else copy.deepcopy(ranking),
+                        lock=self._lock,
+                        counters=self._counters,
+                    ),
+                    store,
+                )
+            )
+            for number, group_spec in enumerate(self.specs)
+        ]
+        self._layers = [
+            (number, local)
+            for number, group_spec in enumerate(self.specs)
+            for local in range(group_spec.held_layers)
+        ]
+        self._sequences: set[Sequence] = set()
+        self._loader = Loader()
+        self._pid = os.getpid()
+        self.is_closed = False
+
+    # -- sizes -------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all specs together."""
+        return len(self._layers)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all pools together."""
+        return sum(group.places.pool.num_slots for group in self._groups)
+
+    def locate_layer(self, layer: int) -> tuple[int, int]:
+        """The layer's spec and its number within it; ``ValueError`` if there is no such layer."""
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+            raise TypeError(f"layer is {layer!r}: it must be an integer")
+        if not 0 <= layer < len(self._layers):
+            raise ValueError(f"layer is {layer}: the cache has layers 0..{len(self._layers) - 1}")
+        return self._layers[layer]
+
+    # -- pages by key ------------------------------------------------------------------------
+
+    def put(self, keys: Seq[PageKey], pages: Array, group: int | None = None) -> None:
+        """Add pages under their keys; the first bytes under a key win.
+
+        More pages than slots are fine: they stream through the pool into the store, or, without
+        one, the last ones stay.
+
+        Args:
+            keys: A ``PageKeys``, or plain 32-byte keys (opaque: stored without tokens).
+            pages: ``(page, layer, kind, token, head, channel)`` in the spec's dtype.
+            group: Number of the spec; only needed for plain keys and several specs.
+
+        Raises:
+            ValueError: A shape, dtype or key does not fit, or a number is NaN or infinite and
+                the store's codec cannot hold it.
+            PoolExhaustedError: All slots are pinned.
+            StoreError: A page that had to leave could not be written.
+        """
+        layer_group = self._group_of(keys, group)
+        check_pages("pages", pages, len(keys), layer_group.spec, finite=self.needs_finite)
+        layer_group.put(keys, pages, write_through=self.writes_through)
+
+    def match(self, keys: Seq[PageKey], group: int | None = None) -> int:
+        """Length of the longest leading run of ``keys`` that any tier holds.
+
+        Advisory: the pages may be gone by the next call; ``acquire`` and ``open_sequence`` keep
+        them.
+        """
+        return self._group_of(keys, group).match(keys)
+
+    def get(self, keys: Seq[PageKey], out: Array | None = None, group: int | None = None) -> Array:
+        """Copy pages out of the cache.
+
+        Args:
+            keys: Which.
+            out: Where to, ``(page, layer, kind, token, head, channel)``; fresh by default. What
+                it holds after an error is undefined.
+            group: Number of the spec; only needed for plain keys and several specs.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            PageNotFoundError: A page is in no tier, or damaged; the first such key is named.
+            StoreError: The disk failed.
+        """
+        layer_group = self._group_of(keys, group)
+        out = _checked_out(out, len(keys), layer_group.spec)
+        layer_group.get(keys, out)
+        return out
+
+    def load(
+        self,
+        keys: Seq[PageKey],
+        out: Array | None = None,
+        group: int | None = None,
+        deadline: float | None = None,
+    ) -> LoadHandle:
+        """``get`` in the background.
+
+        Args:
+            keys: Which pages.
+            out: As for ``get``; written only when all pages are there, never after the handle's
+                ``cancel`` succeeded or its deadline has passed.
+            group: Number of the spec; only needed for plain keys and several specs.
+            deadline: Seconds from now after which ``result`` raises ``StoreTimeoutError``.
+        """
+        layer_group = self._group_of(keys, group)
+        out = _checked_out(out, len(keys), layer_group.spec)
+        return self._loader.start(lambda: self.get(keys, group=group), out, deadline)
+
+    @contextmanager
+    def acquire(self, keys: Seq[PageKey], group: int | None = None) -> Iterator[list[Array]]:
+        """Pin the longest leading run of ``keys`` that any tier holds, inside the block.
+
+        Yields:
+            A read-only, zero-copy view ``(layer, kind, token, head, channel)`` of each page of
+            the run; valid inside the ``with`` block only.
+
+        Raises:
+            PoolExhaustedError: The run does not fit into the pool beside what is pinned; nothing
+                is pinned. Acquire fewer keys.
+        """
+        layer_group = self._group_of(keys, group)
+        pages = layer_group.acquire(keys)
+        try:
+            yield [layer_group.readonly_view(page) for page in pages]
+        finally:
+            layer_group.release_pins(pages)
+
+    # -- sequences ---------------------------------------------------------------------------
+
+    def open_sequence(
+        self, tokens: npt.ArrayLike = (), salt: bytes = b"", extra: Extra = None
+    ) -> Sequence:
+        """A new sequence that begins with the longest cached prefix of ``tokens``.
+
+        Full pages are shared; behind them a saved tail is taken up, if there is one. The result's
+        ``num_tokens`` says how many tokens were found: append the others.
+
+        Args:
+            tokens: Ids of the prompt.
+            salt: The tenant's; it goes into every key.
+            extra: What the KV depends on beside the tokens (LoRA, image hashes): one value for
+                all pages, or one for each.
+
+        Raises:
+            ValueError: ``tokens`` are no token ids, or ``extra`` does not cover their pages.
+        """
+        self.check_usable()
+        ids = as_tokens(tokens)
+        sequence = Sequence(self, self._groups, salt, extra)
+        keys = [page_keys(spec, ids, salt, _per_page(extra, spec, ids)) for spec in self.specs]
+        tables = [group.hold(k) for group, k in zip(self._groups, keys, strict=True)]
+        common = min(len(table) for table in tables)
+        for group, table in zip(self._groups, tables, strict=True):
+            group.release(table[common:])
+            del table[common:]
+        sequence.start_from(ids, keys, tables)
+        self.adopt(sequence)
+        try:
+            sequence.resume_tail(ids)
+        except BaseException:
+            sequence.close()
+            raise
+        return sequence
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Count a sequence among the live ones."""
+        with self._lock:
+            self._sequences.add(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Count a sequence no longer among the live ones."""
+        with self._lock:
+            self._sequences.discard(sequence)
+
+    # -- the whole ---------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write every page that has a key to the store; durable when it returns.
+
+        Without a store, or with one that is read-only, there is nothing to do.
+
+        Raises:
+            StoreError: Some pages could not be written; they are still in the pool.
+        """
+        self.check_usable()
+        for group in self._groups:
+            group.flush()
+
+    def stats(self) -> CacheStats:
+        """The counters so far, and the sizes now."""
+        self.check_usable()
+        pools = [group.places.pool for group in self._groups]
+        with self._lock:
+            c = self._counters
+            return CacheStats(
+                num_pool_hits=c.num_pool_hits,
+                num_store_hits=c.num_store_hits,
+                num_misses=c.misses.total(),
+                misses_by_reason=c.frozen_misses(),
+                num_pages_evicted=c.num_pages_evicted,
+                num_pages_dropped=c.num_pages_dropped,
+                num_pages_spilled=c.num_pages_spilled,
+                num_pages_stored=c.num_pages_stored,
+                num_pages_loaded=c.num_pages_loaded,
+                num_slices_loaded=c.num_slices_loaded,
+                num_slices_spilled=c.num_slices_spilled,
+                bytes_written=c.bytes_written,
+                bytes_read=c.bytes_read,
+                write_seconds=c.write_seconds,
+                read_seconds=c.read_seconds,
+                num_slots=sum(pool.num_slots for pool in pools),
+                num_free_slots=sum(pool.num_free for pool in pools),
+                num_pinned_slots=sum(pool.num_pinned for pool in pools),
+                num_pages_held=sum(group.places.num_held for group in self._groups),
+                pool_nbytes=sum(pool.nbytes for pool in pools),
+                store_nbytes=0 if self.store is None else self.store.nbytes,
+            )
+
+    def close(self) -> None:
+        """Flush, then close the sequences, the store and the pool. A second call does nothing.
+
+        Raises:
+            StoreError: Some pages could not be written. The cache is still open: mend the cause
+                and close it again, or drop it.
+        """
+        if self.is_closed:
+            return
+        self.check_usable()
+        self.flush()
+        self.is_closed = True
+        self._loader.close()
+        for sequence in list(self._sequences):
+            sequence.close()
+        for group in self._groups:
+            group.moves.close()
+        if self.store is not None:
+            self.store.close()
+
+    def check_usable(self) -> None:
+        """Raise ``ClosedError`` if the cache is closed, or belongs to the parent process."""
+        if self.is_closed:
+            raise ClosedError("the cache is closed: make another")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the cache belongs to process {self._pid} and cannot be used after a fork in "
+                f"process {os.getpid()}: make another there"
+            )
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if the bookkeeping contradicts itself; for tests."""
+        with self._lock:
+            for group in self._groups:
+                group.places.check_invariants()
+            for number, group in enumerate(self._groups):
+                counts: dict[int, int] = {}
+                for sequence in self._sequences:
+                    for page in sequence.table(number):
+                        counts[id(page)] = counts.get(id(page), 0) + 1
+                        assert page.ref_count > 0
+                        assert not page.is_lost
+                assert group.places.num_held == len(counts)
+                assert sum(counts.values()) == group.places.num_holders
+
+    def __enter__(self) -> Self:
+        self.check_usable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.is_closed:
+            return "<PagedKVCache: closed>"
+        return f"<PagedKVCache: {self.num_slots} slots, store {self.store!r}>"
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _group_of(self, keys: Seq[PageKey], group: int | None) -> LayerGroup:
+        self.check_usable()
+        if isinstance(keys, PageKeys):
+            if keys.spec not in self.specs:
+                self.specs[0].require_equal(keys.spec, "the PageKeys")
+            return self._groups[self.specs.index(keys.spec)]
+        for key in keys:
+            if not isinstance(key, bytes) or len(key) != 32:
+                raise ValueError(f"{key!r} is no page key: a key is 32 bytes")
+        if group is None and len(self.specs) > 1:
+            raise ValueError(f"plain keys belong to one of {len(self.specs)} specs: give group=")
+        if group is not None and not 0 <= group < len(self.specs):
+            raise ValueError(f"group is {group}: the cache has specs 0..{len(self.specs) - 1}")
+        return self._groups[group or 0]
+
+
+def _checked_out(out: Array | None, num_pages: int, spec: KVSpec) -> Array:
+    if out is None:
+        return np.empty((num_pages, *spec.page_shape), dtype=spec.np_dtype)
+    check_pages("out", out, num_pages, spec, finite=False)
+    if not out.flags.writeable:
+        raise ValueError("out is read-only: give a writable array")
+    return out
+
+
+def _checked_specs(spec: KVSpec | Seq[KVSpec]) -> tuple[KVSpec, ...]:
+    specs = (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+    if not specs or not all(isinstance(one, KVSpec) for one in specs):
+        raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
+    for what in ("model", "page_tokens"):
+        if len({getattr(one, what) for one in specs}) > 1:
+            raise ValueError(f"the specs differ in {what}: layer groups of one model share it")
+    if len({one.group for one in specs}) < len(specs):
+        raise ValueError(f"two specs have one group: {[one.group for one in specs]}")
+    return specs
+
+
+def _checked_counts(num_slots: int | Seq[int], num_specs: int) -> list[int]:
+    counts = [num_slots] * num_specs if isinstance(num_slots, int) else list(num_slots)
+    if len(counts) != num_specs:
+        raise ValueError(f"num_slots has {len(counts)} numbers for {num_specs} specs")
+    return counts
+
+
+def _check_store(store: PageStore | None, specs: tuple[KVSpec, ...]) -> None:
+    if store is None:
+        return
+    if len(store.specs) != len(specs):
+        raise SpecMismatchError(
+            f"the store at {store.path} has {len(store.specs)} specs, the cache {len(specs)}"
+        )
+    for own, stored in zip(specs, store.specs, strict=True):
+        own.require_equal(stored, f"the store at {store.path}")
+
+
+def _pool_path(
+    path: str | Path | None, specs: tuple[KVSpec, ...], number: int
+) -> str | Path | None:
+    if path is None or len(specs) == 1:
+        return path
+    return f"{path}.{specs[number].group}"
+
+
+def _per_page(extra: Extra, spec: KVSpec, tokens: Array) -> list[bytes] | None:
+    """``extra`` for each full page of ``tokens``; ``ValueError`` if it does not cover them."""
+    num_pages = len(tokens) // spec.page_tokens
+    if extra is None:
+        return None
+    if isinstance(extra, bytes):
+        return [extra] * num_pages
+    if len(extra) < num_pages:
+        raise ValueError(f"extra names {len(extra)} pages, but the tokens fill {num_pages}")
+    return list(extra[:num_pages])

@@ -1,0 +1,214 @@
+"""The one place where the store touches the file system.
+
+Small functions over file descriptors and paths. They raise ``OSError`` as the system gives it;
+``translated`` turns it into ``StoreError`` at the edge of the store. New folders are 0700 and new
+files 0600. No file inside a store is opened through a symbolic link.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.errors import StoreError
+
+if sys.platform != "win32":
+    import fcntl
+
+Bytes = npt.NDArray[np.uint8]
+"""Raw bytes: a uint8 array of one dimension."""
+
+TEMP_PREFIX = ".tmp-"
+
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+class ShortReadError(OSError):
+    """A file ended before all bytes were read that it should have."""
+
+
+@contextlib.contextmanager
+def translated(place: Path | str, action: str = "use") -> Iterator[None]:
+    """Turn an ``OSError`` of the block into a ``StoreError`` saying ``cannot {action} {place}``.
+
+    If the system names another file than ``place``, the message names it too.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        culprit = error.filename
+        if culprit is not None and str(culprit) != str(place):
+            reason = f"{reason} ({culprit})"
+        raise StoreError(f"cannot {action} {place}: {reason}") from error
+
+
+def make_dir(path: Path) -> None:
+    """Create ``path`` as a private folder; it may exist."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """A descriptor that reads ``path``, which must not be a symbolic link."""
+    fd = os.open(path, os.O_RDONLY | _NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def is_vanished(error: OSError) -> bool:
+    """Whether reading a file failed because there is no such regular file (any more)."""
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+
+
+def read_bytes(path: Path) -> bytes:
+    """All bytes of ``path``, which must not be a symbolic link."""
+    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
+        return file.read()
+
+
+def pread_into(fd: int, out: Bytes, offset: int) -> int:
+    """Fill ``out`` from ``offset`` of the file; the bytes read, fewer only at the file's end."""
+    done = os.preadv(fd, [out], offset)
+    while 0 < done < len(out):
+        count = os.preadv(fd, [out[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def pread_exact(fd: int, nbytes: int, offset: int) -> Bytes:
+    """The ``nbytes`` bytes from ``offset`` of the file; ``ShortReadError`` if it ends before."""
+    out = np.empty(nbytes, np.uint8)
+    done = pread_into(fd, out, offset)
+    if done < nbytes:
+        raise ShortReadError(errno.EIO, f"the file ends {nbytes - done} bytes too early")
+    return out
+
+
+def pwrite_all(fd: int, data: "Bytes | bytes", offset: int) -> None:
+    """Write all of ``data`` at ``offset``, whatever the system takes at once."""
+    rest: Any = memoryview(data)
+    while rest:
+        done = os.pwrite(fd, rest, offset)
+        rest, offset = rest[done:], offset + done
+
+
+def write_all(fd: int, data: "Bytes | bytes") -> None:
+    """Append all of ``data`` at the descriptor's position, whatever the system takes at once."""
+    rest: Any = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[tuple[int, Path]]:
+    """A new private file beside ``path``: yields its descriptor and its temporary path.
+
+    The caller publishes it with ``os.replace``. If the block raises, the file is removed.
+    """
+    temp = path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
+    try:
+        yield fd, temp
+    except BaseException:
+        remove(temp)
+        raise
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, parts: "Iterable[Bytes | bytes]", *, sync: bool = True) -> None:
+    """Replace ``path`` by the concatenated ``parts``: readers see the old bytes or all of the new.
+
+    With ``sync`` the bytes are on the disk before the name changes; the new *name* is durable after
+    ``sync_dir`` of the folder.
+    """
+    with new_file(path) as (fd, temp):
+        for part in parts:
+            write_all(fd, part)
+        if sync:
+            sync_file(fd)
+        os.replace(temp, path)
+
+
+def sync_file(fd: int) -> None:
+    """Make the file's bytes and size durable."""
+    if sys.platform == "darwin":
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(fd)
+
+
+def sync_dir(path: Path) -> None:
+    """Make the names in the folder durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        sync_file(fd)
+    finally:
+        os.close(fd)
+
+
+def remove(path: Path) -> None:
+    """Remove the file, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_temps(path: Path) -> None:
+    """Remove what interrupted writers left in the folder. Only for its one writer."""
+    for name in file_sizes(path):
+        if name.startswith(TEMP_PREFIX):
+            remove(path / name)
+
+
+def file_sizes(path: Path) -> dict[str, int]:
+    """Size of each regular file of the folder by name; empty if there is no such folder."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+    return sizes
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of the lock file ``path``, made if missing."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
+
+
+def try_lock(fd: int) -> bool:
+    """Take the file's exclusive lock if nobody holds it; whether it was taken."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Give the file's lock back, also where forked children share the descriptor."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the exclusive lock of the lock file ``path`` during the block, waiting for it."""
+    fd = open_lock(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

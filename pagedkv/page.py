@@ -1,0 +1,74 @@
+"""``Page``: one page of a layer group, and where it is now."""
+
+from enum import IntEnum
+
+from pagedkv.prefix import Tokens
+from pagedkv.spec import PageKey
+
+
+class PageState(IntEnum):
+    """What is happening to a page's slot."""
+
+    READY = 0
+    LOADING = 1
+    """The slot's bytes are not there yet."""
+    WRITING = 2
+    """The slot's bytes are being written to disk: readable, but neither to change nor to free."""
+
+
+class Page:
+    """One page and its places: a pool slot, a spill record, a store row, or several of them.
+
+    Sequences that fork, and sequences with a common prefix, hold the same ``Page`` object in
+    their block tables. All fields are guarded by the cache's lock.
+    """
+
+    __slots__ = (
+        "exact",
+        "key",
+        "parent",
+        "ranked",
+        "ref_count",
+        "row",
+        "salt",
+        "slot",
+        "spill",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self) -> None:
+        self.key: PageKey | None = None
+        """Content address; ``None`` while the page is private to its sequences."""
+        self.parent: PageKey | None = None
+        self.tokens: Tokens | None = None
+        self.salt: bytes = b""
+        self.slot: int | None = None
+        self.spill: int | None = None
+        """Record of the spill file that holds exactly these bytes."""
+        self.row: tuple[int, int, int] | None = None
+        """Row of the store that holds this key."""
+        self.exact: bool = False
+        """Whether ``row`` gives back exactly these bytes (no lossy codec, no other writer's)."""
+        self.ref_count: int = 0
+        """Live sequences that hold the page."""
+        self.ranked: bool = False
+        """Whether the eviction policy has it among its candidates."""
+        self.state: PageState = PageState.READY
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its bytes may no longer change: it has a key, or several sequences hold it."""
+        return self.key is not None or self.ref_count > 1
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no tier holds its bytes any more."""
+        return self.slot is None and self.spill is None and self.row is None
+
+    def __repr__(self) -> str:
+        name = self.key.hex()[:12] if self.key else "private"
+        return (
+            f"<Page {name}: slot {self.slot}, spill {self.spill}, row {self.row}, "
+            f"{self.ref_count} holders, {self.state.name.lower()}>"
+        )

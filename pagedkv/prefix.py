@@ -1,0 +1,135 @@
+"""Page keys: the content address of every page of a token sequence."""
+
+import hashlib
+import struct
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.spec import KVSpec, PageKey
+
+Tokens = npt.NDArray[np.int32]
+"""Token ids, one dimension."""
+
+_FRAME = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PageKeys(Sequence[PageKey]):
+    """The keys of consecutive full pages of one token sequence, with what they were made of.
+
+    A sequence of 32-byte keys; a slice is a ``PageKeys`` again.
+
+    Args:
+        spec: The spec whose root key the chain starts from.
+        keys: Key of each page.
+        parents: Key of the page before each page; the spec's root key before the first.
+        tokens: Token ids of each page, ``(page, token)`` int32, read-only.
+        salt: The tenant's salt that went into every key.
+    """
+
+    spec: KVSpec
+    keys: tuple[PageKey, ...]
+    parents: tuple[PageKey, ...]
+    tokens: Tokens
+    salt: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[PageKey]:
+        return iter(self.keys)
+
+    @overload
+    def __getitem__(self, index: int) -> PageKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> "PageKeys": ...
+    def __getitem__(self, index: int | slice) -> "PageKey | PageKeys":
+        if isinstance(index, slice):
+            return PageKeys(
+                spec=self.spec,
+                keys=self.keys[index],
+                parents=self.parents[index],
+                tokens=self.tokens[index],
+                salt=self.salt,
+            )
+        return self.keys[index]
+
+    def __repr__(self) -> str:
+        first = f" from {self.keys[0].hex()[:12]}" if self.keys else ""
+        return f"<PageKeys: {len(self.keys)} pages of {self.spec.page_tokens} tokens{first}>"
+
+
+def page_keys(
+    spec: KVSpec,
+    tokens: npt.ArrayLike,
+    salt: bytes = b"",
+    extra: Sequence[bytes] | None = None,
+) -> PageKeys:
+    """The keys of all full pages of ``tokens``; the tokens of a last, partial page are left out.
+
+    A key is SHA-256 over length-framed fields: the parent's key, ``salt``, the page's ``extra`` and
+    its token ids as little-endian int32. It so names the whole prefix up to the page's end.
+
+    Args:
+        spec: Geometry and model; its root key is the parent of the first page.
+        tokens: Token ids, one dimension, each in 0..2**31-1.
+        salt: Keeps tenants apart: equal tokens under another salt never match.
+        extra: For each full page, what else its KV depends on (LoRA, image hashes).
+
+    Raises:
+        ValueError: Tokens are not one row of ids, or ``extra`` has another length than pages.
+        TypeError: ``salt`` or an ``extra`` is not bytes.
+    """
+    ids = as_tokens(tokens)
+    num_pages = len(ids) // spec.page_tokens
+    if extra is not None and len(extra) != num_pages:
+        raise ValueError(f"extra has {len(extra)} entries, but the tokens fill {num_pages} pages")
+    pages = ids[: num_pages * spec.page_tokens].reshape(num_pages, spec.page_tokens)
+    parent = spec.root_key()
+    keys: list[PageKey] = []
+    for number, page in enumerate(pages):
+        parent = chain_key(parent, page, salt, b"" if extra is None else extra[number])
+        keys.append(parent)
+    pages.flags.writeable = False
+    return PageKeys(
+        spec=spec,
+        keys=tuple(keys),
+        parents=(spec.root_key(), *keys[:-1]) if keys else (),
+        tokens=pages,
+        salt=salt,
+    )
+
+
+def chain_key(parent: PageKey, tokens: Tokens, salt: bytes = b"", extra: bytes = b"") -> PageKey:
+    """The key of one page (or saved tail) with these token ids after ``parent``."""
+    if not isinstance(salt, bytes) or not isinstance(extra, bytes):
+        raise TypeError(f"salt and extra must be bytes, not {salt!r} and {extra!r}")
+    ids = tokens.astype("<i4", copy=False).tobytes()
+    framed = b"".join(_FRAME.pack(len(f)) + f for f in (parent, salt, extra, ids))
+    return PageKey(hashlib.sha256(framed).digest())
+
+
+def as_tokens(tokens: npt.ArrayLike) -> Tokens:
+    """``tokens`` as a fresh int32 array ``(token,)``; ``ValueError`` if they are no token ids."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1:
+        raise ValueError(f"tokens have shape {ids.shape}: give one row of token ids")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise ValueError(f"tokens are {ids.dtype}: give integers")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 2**31 - 1):
+        raise ValueError(
+            f"token ids reach from {ids.min()} to {ids.max()}: they must be in 0..2**31-1"
+        )
+    return ids.astype(np.int32, copy=True)
+
+
+def longest_match(keys: Sequence[PageKey], *tiers: Container[PageKey]) -> int:
+    """Length of the leading run of ``keys`` of which every key is in at least one tier."""
+    for number, key in enumerate(keys):
+        if not any(key in tier for tier in tiers):
+            return number
+    return len(keys)

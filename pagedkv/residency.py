@@ -1,0 +1,249 @@
+"""``Residency``: which page is in which slot, who holds it, and which may leave."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition
+
+from pagedkv.page import Page, PageState
+from pagedkv.policy import EvictionPolicy
+from pagedkv.pool import SlotPool
+from pagedkv.spec import KVSpec, PageKey
+from pagedkv.spill import SpillFile
+from pagedkv.stats import Counters
+
+
+class Residency:
+    """The bookkeeping of one spec's pages: slots, holders, pins, rankings. It does no I/O.
+
+    The policy ranks the resident pages that no sequence holds. Every method is called with
+    ``lock`` held. A page that is ``LOADING`` or ``WRITING`` belongs to the thread that set it; a
+    pin keeps a slot's page where it is.
+
+    Args:
+        spec: Geometry of a page.
+        pool: The slots.
+        policy: Ranks what may leave; must be empty.
+        lock: The cache's lock, not reentrant; notified of every finished move.
+        counters: The cache's counters.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: KVSpec,
+        pool: SlotPool,
+        policy: EvictionPolicy,
+        lock: Condition,
+        counters: Counters,
+    ) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.lock = lock
+        self.counters = counters
+        self.index: dict[PageKey, Page] = {}
+        """Pages with a key that are resident, or held by a sequence."""
+        self.num_held = 0
+        """Pages of live sequences, wherever they are."""
+        self.num_holders = 0
+        """The sum of all ref counts."""
+        self.num_moving = 0
+        """Pages that are ``LOADING`` or ``WRITING``."""
+        self.num_copying = 0
+        """Threads inside ``copying``."""
+        self.spill: SpillFile | None = None
+        """Exact copies of pages of live sequences, once there are any."""
+        self._policy = policy
+        self._owner: list[Page | None] = [None] * pool.num_slots
+        self._held: OrderedDict[Page, None] = OrderedDict()  # resident and of a live sequence
+
+    @contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Let go of the lock inside the block."""
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.acquire()
+
+    def wait_ready(self, pages: Iterable[Page]) -> None:
+        """Wait until no other thread moves any of these pages."""
+        pages = tuple(pages)
+        while any(page.state is not PageState.READY for page in pages):
+            self.lock.wait()
+
+    # -- holders and pins --------------------------------------------------------------------
+
+    def add_holder(self, page: Page) -> None:
+        """Count one more live sequence that holds the page."""
+        if page.ranked:
+            self._unrank(page)
+        if page.ref_count == 0:
+            self.num_held += 1
+            if page.slot is not None:
+                self._held[page] = None
+        page.ref_count += 1
+        self.num_holders += 1
+
+    def drop_holder(self, page: Page) -> None:
+        """Count one less; a page that nobody holds becomes a candidate, or is gone."""
+        page.ref_count -= 1
+        self.num_holders -= 1
+        if page.ref_count == 0:
+            self.num_held -= 1
+            self._held.pop(page, None)
+            self._settle(page)
+
+    def pin(self, page: Page) -> None:
+        """Keep a resident page in its slot."""
+        assert page.slot is not None
+        self.pool.pin(page.slot)
+
+    def unpin(self, page: Page) -> None:
+        """Take one pin back."""
+        assert page.slot is not None
+        self.pool.unpin(page.slot)
+        self._settle(page)
+
+    @contextmanager
+    def copying(self, pages: Sequence[Page]) -> Iterator[None]:
+        """Pin resident pages, and let go of the lock, inside the block: for a short copy.
+
+        Who needs a slot waits for the block's end.
+        """
+        for page in pages:
+            self.pin(page)
+        self.num_copying += 1
+        try:
+            with self.unlocked():
+                yield
+        finally:
+            self.num_copying -= 1
+            for page in pages:
+                self.unpin(page)
+            self.lock.notify_all()
+
+    def touch(self, pages: Sequence[Page]) -> None:
+        """Note that a run of pages was used, the root of it last, so that it stays longest."""
+        for page in reversed(pages):
+            if page.ranked:
+                assert page.key is not None
+                self._policy.touch(page.key)
+
+    # -- slots -------------------------------------------------------------------------------
+
+    def place(self, page: Page, slot: int, state: PageState = PageState.READY) -> None:
+        """Put a page that has no slot into an allocated one."""
+        assert page.slot is None
+        page.slot = slot
+        self._owner[slot] = page
+        if page.ref_count:
+            self._held[page] = None
+        self.set_state(page, state)
+
+    def set_state(self, page: Page, state: PageState) -> None:
+        """Begin to move a page; ``publish`` or ``withdraw`` ends it."""
+        self.num_moving += (state is not PageState.READY) - (page.state is not PageState.READY)
+        page.state = state
+
+    def publish(self, page: Page) -> None:
+        """End a page's ``LOADING`` or ``WRITING``."""
+        self.set_state(page, PageState.READY)
+        self._settle(page)
+        self.lock.notify_all()
+
+    def withdraw(self, page: Page) -> None:
+        """End a page's ``LOADING`` that failed: its slot is free again."""
+        self.set_state(page, PageState.READY)
+        self._unplace(page)
+        self._settle(page)
+        self.lock.notify_all()
+
+    def candidates(self) -> Iterator[Page]:
+        """Pages that nobody holds, uses or moves, in the policy's order."""
+        for key in self._policy.victims():
+            page = self.index[key]
+            if self.may_leave(page):
+                yield page
+
+    def held_candidates(self) -> Iterator[Page]:
+        """Resident pages of live sequences that may leave, the longest resident first."""
+        return (page for page in self._held if self.may_leave(page))
+
+    def may_leave(self, page: Page) -> bool:
+        """Whether a resident page is neither in use nor on the move."""
+        assert page.slot is not None
+        return page.state is PageState.READY and not self.pool.is_pinned(page.slot)
+
+    @property
+    def num_resident_held(self) -> int:
+        """Resident pages of live sequences."""
+        return len(self._held)
+
+    def evict(self, page: Page) -> None:
+        """Take the slot of a page that may leave."""
+        self.counters.num_pages_evicted += 1
+        if page.ref_count == 0 and page.row is None:
+            self.counters.num_pages_dropped += 1
+        self._unplace(page)
+        self._settle(page)
+
+    def free_spill(self, page: Page) -> None:
+        """Give the page's spill record back, if it has one."""
+        if page.spill is not None:
+            assert self.spill is not None
+            self.spill.free(page.spill)
+            page.spill = None
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if places, counts and rankings contradict each other."""
+        self.pool.check_invariants()
+        owners = [page for page in self._owner if page is not None]
+        assert self.pool.num_free == self.pool.num_slots - len(owners)
+        ranked = set(self._policy.victims())
+        assert len(self._policy) == len(ranked)
+        for slot, page in enumerate(self._owner):
+            assert page is None or page.slot == slot
+            if page is not None and page.state is PageState.READY:
+                assert (page in self._held) == (page.ref_count > 0)
+                assert page.ranked == (page.ref_count == 0 and page.key is not None)
+                assert page.ranked == (page.key in ranked)
+        assert len(ranked) == sum(page.ranked for page in owners)
+        for key, page in self.index.items():
+            assert page.key == key
+            assert page.slot is not None or page.ref_count > 0
+        spilled = {p for p in (*owners, *self.index.values()) if p.spill is not None}
+        assert all(page.ref_count > 0 for page in spilled if page.state is PageState.READY)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _settle(self, page: Page) -> None:
+        """Rank, or forget, a page that nobody holds, moves or uses."""
+        if page.ref_count or page.state is not PageState.READY:
+            return
+        if page.key is not None:
+            self.free_spill(page)
+            if page.slot is None:
+                self.index.pop(page.key, None)
+            elif not page.ranked:
+                page.ranked = True
+                self._policy.add(page.key)
+        elif page.slot is None or not self.pool.is_pinned(page.slot):
+            self.free_spill(page)
+            if page.slot is not None:
+                self._unplace(page)
+
+    def _unplace(self, page: Page) -> None:
+        assert page.slot is not None
+        slot = page.slot
+        if page.ranked:
+            self._unrank(page)
+        self._held.pop(page, None)
+        self._owner[slot] = None
+        page.slot = None
+        self.pool.free(slot)
+
+    def _unrank(self, page: Page) -> None:
+        assert page.key is not None
+        page.ranked = False
+        self._policy.discard(page.key)

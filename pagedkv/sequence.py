@@ -1,0 +1,462 @@
+"""``Sequence``: the KV of one token sequence, as a block table over shared pages."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv import slices
+from pagedkv.arrays import check_kinds
+from pagedkv.attention import attend
+from pagedkv.errors import ClosedError, StoreError
+from pagedkv.format import PageEntry
+from pagedkv.group import LayerGroup
+from pagedkv.page import Page
+from pagedkv.prefix import Tokens, as_tokens, chain_key
+from pagedkv.spec import PageKey
+
+if TYPE_CHECKING:
+    from pagedkv.cache import PagedKVCache
+
+Array = npt.NDArray[Any]
+Extra = bytes | Seq[bytes] | None
+"""What a page's KV depends on beside its tokens: for every page the same, or one for each."""
+
+
+class Sequence:
+    """The KV of one token sequence: a block table for each layer group.
+
+    Made by ``PagedKVCache.open_sequence`` and ``fork``. A sequence has one owner at a time; its
+    pages may be shared with others. Layers are numbered through the groups, in the order of the
+    cache's specs. Close it, or use it in a ``with`` statement: until then its pages exist in some
+    tier, and those without a key come back exactly.
+    """
+
+    def __init__(
+        self, cache: "PagedKVCache", groups: Seq[LayerGroup], salt: bytes, extra: Extra
+    ) -> None:
+        self._cache = cache
+        self._groups = groups
+        self._salt = salt
+        self._extra = extra
+        self._tables: list[list[Page]] = [[] for _ in groups]
+        self._keys: list[list[PageKey]] = [[] for _ in groups]
+        self._tokens: Tokens = np.empty(0, dtype=np.int32)
+        self._filled = [0] * cache.num_layers
+        self._spare: list[list[Array]] = [[] for _ in groups]  # staging buffers
+        self._is_closed = False
+        self._page_tokens = groups[0].spec.page_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that every layer holds; right after ``open_sequence`` those that were reused."""
+        return min(self._filled)
+
+    @property
+    def tokens(self) -> Tokens:
+        """Ids of the leading tokens that are known, int32: those given to ``commit``."""
+        return self._tokens.copy()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the block table, the tail included, summed over the layer groups."""
+        return sum(len(table) for table in self._tables)
+
+    def append(self, k: Any, v: Any = None, tokens: npt.ArrayLike | None = None) -> None:
+        """Append tokens to all layers.
+
+        Args:
+            k: Keys, ``(layer, token, head, channel)`` in the spec's dtype; for a cache with
+                several specs a sequence of such arrays, one for each.
+            v: Values, likewise; left out where ``num_kinds`` is 1.
+            tokens: Their ids; full pages are then committed.
+
+        Raises:
+            ValueError: A shape, dtype or number of tokens does not fit, or layers are uneven.
+            PoolExhaustedError: There is no room for the tokens.
+        """
+        self._check_usable()
+        self._check_even("append")
+        several = len(self._groups) > 1
+        keys = list(k) if several else [k]
+        values = [None] * len(keys) if v is None else list(v) if several else [v]
+        if len(keys) != len(self._groups) or len(values) != len(self._groups):
+            raise ValueError(f"give {len(self._groups)} arrays of keys (and values), one a spec")
+        parts = [
+            check_kinds(
+                pair, (group.spec.held_layers,), group.spec, finite=self._cache.needs_finite
+            )
+            for group, pair in zip(self._groups, zip(keys, values, strict=True), strict=True)
+        ]
+        count = parts[0][0].shape[1]
+        if any(kinds[0].shape[1] != count for kinds in parts):
+            raise ValueError("the specs' arrays hold different numbers of tokens")
+        start = self.num_tokens
+        known = None if tokens is None else self._extended(as_tokens(tokens), start, count)
+        if count:
+            self._reserve_all(start, start + count)
+            for number, kinds in enumerate(parts):
+                for local in range(self._groups[number].spec.held_layers):
+                    self._write(number, local, start, [values[local] for values in kinds])
+            self._filled = [start + count] * len(self._filled)
+        if known is not None:
+            self.commit(known)
+
+    def append_layer(self, layer: int, k: Array, v: Array | None = None) -> None:
+        """Append tokens to one layer, as a model produces them; any number of them.
+
+        More tokens than the pool holds are fine where the store can be written: what finds no
+        slot goes to disk, a layer at a time.
+
+        Args:
+            layer: Layer, numbered through the groups.
+            k: Keys, ``(token, head, channel)`` in the spec's dtype.
+            v: Values, likewise; left out where ``num_kinds`` is 1.
+
+        Raises:
+            ValueError: A shape or dtype does not fit, or there is no such layer.
+            PoolExhaustedError: There is no room for the tokens.
+        """
+        self._check_usable()
+        number, local = self._cache.locate_layer(layer)
+        spec = self._groups[number].spec
+        kinds = check_kinds((k, v), (), spec, finite=self._cache.needs_finite)
+        count = len(kinds[0])
+        start = self._filled[layer]
+        if count:
+            self._reserve(number, start, start + count)
+            self._write(number, local, start, kinds)
+            self._filled[layer] = start + count
+
+    @contextmanager
+    def gather(self, layer: int, num_tokens: int | None = None) -> Iterator[tuple[Array, ...]]:
+        """Keys and values of one layer, each ``(token, head, channel)``, to be read only.
+
+        Where all pages lie one behind the other in the pool they are views of it; else a
+        staging buffer of one layer, into which pages on disk are read without taking slots.
+        They are valid inside the ``with`` block.
+
+        Args:
+            layer: Layer, numbered through the groups.
+            num_tokens: Only that many leading tokens; all that the layer holds by default.
+
+        Raises:
+            ValueError: There is no such layer, or it does not hold that many tokens.
+            CorruptPageError: A page that is only on disk came back damaged.
+        """
+        self._check_usable()
+        number, local = self._cache.locate_layer(layer)
+        spec = self._groups[number].spec
+        held = self._filled[layer]
+        count = held if num_tokens is None else num_tokens
+        if not 0 <= count <= held:
+            raise ValueError(f"layer {layer} holds {held} tokens, {count} were asked for")
+        if count == 0:
+            shape = (0, spec.held_heads, spec.head_dim)
+            yield tuple(np.empty(shape, dtype=spec.np_dtype) for _ in range(spec.num_kinds))
+            return
+        pages = self._tables[number][: _pages_of(count, self._page_tokens)]
+        moves = self._groups[number].moves
+        with slices.gather(moves, pages, local, self._spare[number]) as kinds:
+            yield tuple(kinds[kind, :count] for kind in range(spec.num_kinds))
+
+    def attend(self, layer: int, q: Array, scale: float | None = None) -> Array:
+        """Causal attention of the layer's last tokens to all that it holds.
+
+        Args:
+            layer: Layer, numbered through the groups; its keys and values are appended already.
+            q: Queries of its last tokens, ``(token, q_head, channel)``; ``q_head`` is a multiple
+                of the spec's heads.
+            scale: Factor on the scores; ``1 / sqrt(channels)`` by default.
+
+        Returns:
+            ``(token, q_head, channel)`` in the type of ``q``.
+
+        Raises:
+            ValueError: The shape of ``q`` does not fit, or the spec has one kind only.
+        """
+        number, _ = self._cache.locate_layer(layer)
+        spec = self._groups[number].spec
+        shape = np.shape(q)
+        if spec.num_kinds != 2:
+            raise ValueError("attend needs keys and values: this spec has num_kinds 1")
+        if len(shape) != 3 or shape[2] != spec.head_dim or shape[1] % spec.held_heads:
+            raise ValueError(
+                f"q has shape {shape}: it must be (token, a multiple of {spec.held_heads} heads, "
+                f"{spec.head_dim} channels)"
+            )
+        if not 0 < shape[0] <= self._filled[layer]:
+            raise ValueError(
+                f"q has {shape[0]} tokens, but layer {layer} holds {self._filled[layer]}: "
+                "append their keys and values first"
+            )
+        with self.gather(layer) as (k, v):
+            return attend(q, k, v, scale)
+
+    def commit(self, tokens: npt.ArrayLike) -> None:
+        """Name the sequence's first tokens, so that its full pages can be found and shared.
+
+        Args:
+            tokens: Ids from the first token on; they may name fewer than the sequence holds.
+
+        Raises:
+            ValueError: More ids than tokens, or ids that contradict those named before.
+        """
+        self._check_usable()
+        ids = as_tokens(tokens)
+        if len(ids) > self.num_tokens:
+            raise ValueError(
+                f"{len(ids)} token ids were given, but the sequence holds {self.num_tokens} tokens"
+            )
+        common = min(len(ids), len(self._tokens))
+        differ = np.flatnonzero(ids[:common] != self._tokens[:common])
+        if len(differ):
+            at = int(differ[0])
+            raise ValueError(
+                f"token {at} was named {self._tokens[at]} before and is {ids[at]} now: truncate "
+                "the sequence, or open another"
+            )
+        num_full = len(ids) // self._page_tokens
+        self._check_extra(num_full)
+        if len(ids) > len(self._tokens):
+            self._tokens = ids
+        for number, group in enumerate(self._groups):
+            self._name_pages(number, group, num_full)
+
+    def save(self) -> None:
+        """Store all pages durably, the tail too, so that the sequence resumes token-exact.
+
+        Raises:
+            ValueError: Some of its tokens have not been named by ``commit``.
+            StoreError: There is no writable store, or it failed.
+        """
+        self._check_usable()
+        self._check_even("save")
+        if len(self._tokens) != self.num_tokens:
+            raise ValueError(
+                f"{len(self._tokens)} of {self.num_tokens} tokens are named: commit them all "
+                "before save"
+            )
+        store = self._cache.store
+        if store is None or store.read_only:
+            raise StoreError("save needs a store that can be written: open the cache with one")
+        num_full, rest = divmod(self.num_tokens, self._page_tokens)
+        self._check_extra(num_full + bool(rest))
+        for number, group in enumerate(self._groups):
+            group.store(self._tables[number][:num_full])
+            if rest:
+                self._save_tail(number, group, num_full, rest)
+
+    def fork(self) -> "Sequence":
+        """A new sequence with the same tokens; pages are shared until one of the two writes."""
+        self._check_usable()
+        self._check_even("fork")
+        child = Sequence(self._cache, self._groups, self._salt, self._extra)
+        for number, group in enumerate(self._groups):
+            group.share(self._tables[number])
+            child._tables[number] = list(self._tables[number])
+            child._keys[number] = list(self._keys[number])
+        child._tokens = self._tokens
+        child._filled = list(self._filled)
+        self._cache.adopt(child)
+        return child
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop all tokens behind the first ``num_tokens``, in every layer.
+
+        Raises:
+            ValueError: The sequence does not hold that many.
+        """
+        self._check_usable()
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise ValueError(
+                f"the sequence holds {self.num_tokens} tokens and cannot be cut to {num_tokens}"
+            )
+        num_pages = _pages_of(num_tokens, self._page_tokens)
+        for number, group in enumerate(self._groups):
+            group.release(self._tables[number][num_pages:])
+            del self._tables[number][num_pages:]
+            del self._keys[number][num_tokens // self._page_tokens :]
+        self._tokens = self._tokens[:num_tokens]
+        self._filled = [num_tokens] * len(self._filled)
+
+    def close(self) -> None:
+        """Give up the pages; those with a key stay cached. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._cache.forget(self)
+        if self._cache.is_closed:
+            return
+        for number, group in enumerate(self._groups):
+            group.release(self._tables[number])
+        self._tables = [[] for _ in self._groups]
+        self._spare = [[] for _ in self._groups]
+
+    def __enter__(self) -> Self:
+        self._check_usable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{self.num_tokens} tokens, {self.num_pages} pages"
+        return f"<Sequence: {state}>"
+
+    # -- used by the cache -------------------------------------------------------------------
+
+    def start_from(self, tokens: Tokens, keys: Seq[Seq[PageKey]], tables: list[list[Page]]) -> None:
+        """Begin with reused full pages, which the sequence takes over."""
+        num_pages = len(tables[0])
+        self._tables = tables
+        self._keys = [list(group_keys[:num_pages]) for group_keys in keys]
+        self._tokens = tokens[: num_pages * self._page_tokens]
+        self._filled = [len(self._tokens)] * len(self._filled)
+
+    def resume_tail(self, tokens: Tokens) -> None:
+        """Take the longest saved tail that goes on with ``tokens`` from the store."""
+        start = self.num_tokens
+        for count in range(min(len(tokens) - start, self._page_tokens - 1), 0, -1):
+            tail = tokens[start : start + count]
+            keys = [self._next_key(number, tail) for number in range(len(self._groups))]
+            if all(group.has_tail(key) for group, key in zip(self._groups, keys, strict=True)):
+                break
+        else:
+            return
+        pages: list[Page] = []
+        for table, group, key in zip(self._tables, self._groups, keys, strict=True):
+            page = group.load_tail(key, table[-1] if table else None)
+            if page is None:
+                break
+            pages.append(page)
+        if len(pages) < len(self._groups):
+            for group, page in zip(self._groups, pages, strict=False):
+                group.release([page])
+            return
+        for table, page in zip(self._tables, pages, strict=True):
+            table.append(page)
+        self._tokens = tokens[: start + count]
+        self._filled = [start + count] * len(self._filled)
+
+    def table(self, number: int) -> Seq[Page]:
+        """The block table of one layer group: logical page number to page."""
+        return tuple(self._tables[number])
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _reserve(self, number: int, start: int, stop: int) -> None:
+        """Make the pages of tokens ``start..stop`` of one group exist, and writable."""
+        group, table = self._groups[number], self._tables[number]
+        first = start // self._page_tokens
+        for at in range(first, len(table)):
+            page = table[at]
+            if page.is_shared:
+                table[at] = group.private_copy(page, table[at - 1] if at else None)
+                group.release([page])
+            elif at == first and start % self._page_tokens and page.slot is None:
+                group.bring_back(page)
+        missing = _pages_of(stop, self._page_tokens) - len(table)
+        if missing > 0:
+            table += group.new_pages(missing, table[-1] if table else None)
+
+    def _reserve_all(self, start: int, stop: int) -> None:
+        """``_reserve`` for every group, or for none."""
+        before = [len(table) for table in self._tables]
+        try:
+            for number in range(len(self._groups)):
+                self._reserve(number, start, stop)
+        except BaseException:
+            for group, table, length in zip(self._groups, self._tables, before, strict=True):
+                group.release(table[length:])
+                del table[length:]
+            raise
+
+    def _write(self, number: int, local: int, start: int, kinds: Seq[Array]) -> None:
+        first, offset = divmod(start, self._page_tokens)
+        pages = self._tables[number][first : _pages_of(start + len(kinds[0]), self._page_tokens)]
+        slices.write_tokens(self._groups[number].moves, pages, local, offset, kinds)
+
+    def _name_pages(self, number: int, group: LayerGroup, num_full: int) -> None:
+        """Give keys to the full pages that have none yet; those on disk only go to the store."""
+        keys, table = self._keys[number], self._tables[number]
+        named = []
+        for at in range(len(keys), num_full):
+            tokens = self._tokens[at * self._page_tokens : (at + 1) * self._page_tokens]
+            parent = keys[-1] if keys else group.spec.root_key()
+            key = self._next_key(number, tokens)
+            table[at] = group.give_key(table[at], key, parent, tokens, self._salt)
+            keys.append(key)
+            named.append(table[at])
+        group.store(named if self._cache.writes_through else [p for p in named if p.slot is None])
+        group.shed_spill(named)
+
+    def _next_key(self, number: int, tokens: Tokens) -> PageKey:
+        """The key of ``tokens`` behind the pages that have keys."""
+        keys = self._keys[number]
+        parent = keys[-1] if keys else self._groups[number].spec.root_key()
+        return chain_key(parent, tokens, self._salt, _extra_of(self._extra, len(keys)))
+
+    def _save_tail(self, number: int, group: LayerGroup, num_full: int, rest: int) -> None:
+        tokens = self._tokens[-rest:]
+        entry = PageEntry(
+            key=self._next_key(number, tokens),
+            num_tokens=rest,
+            parent=self._keys[number][-1] if num_full else group.spec.root_key(),
+            tokens=tokens,
+            salt=self._salt,
+        )
+        group.save_tail(self._tables[number][num_full], entry)
+
+    def _extended(self, ids: Tokens, start: int, count: int) -> Tokens:
+        if len(ids) != count:
+            raise ValueError(f"{len(ids)} token ids were given for {count} tokens")
+        if len(self._tokens) != start:
+            raise ValueError(
+                f"only {len(self._tokens)} of the {start} tokens before these are named: commit "
+                "them first"
+            )
+        self._check_extra((start + count) // self._page_tokens)
+        return np.concatenate([self._tokens, ids])
+
+    def _check_extra(self, num_pages: int) -> None:
+        if self._extra is None or isinstance(self._extra, bytes):
+            return
+        if len(self._extra) < num_pages:
+            raise ValueError(
+                f"extra names {len(self._extra)} pages, but {num_pages} are to get keys: open the "
+                "sequence with one bytes value for all of them"
+            )
+
+    def _check_even(self, what: str) -> None:
+        if min(self._filled) != max(self._filled):
+            low = self._filled.index(min(self._filled))
+            raise ValueError(
+                f"{what} needs all layers to hold equally many tokens, but layer {low} holds "
+                f"{self._filled[low]} and another {max(self._filled)}: append the missing layers, "
+                "or truncate"
+            )
+
+    def _check_usable(self) -> None:
+        self._cache.check_usable()
+        if self._is_closed:
+            raise ClosedError("the sequence is closed: open another with cache.open_sequence")
+
+
+def _pages_of(num_tokens: int, page_tokens: int) -> int:
+    return -(-num_tokens // page_tokens)
+
+
+def _extra_of(extra: Extra, page: int) -> bytes:
+    if extra is None or isinstance(extra, bytes):
+        return extra or b""
+    return extra[page] if page < len(extra) else b""

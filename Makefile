@@ -56,10 +56,10 @@ clean:
 
 # An environment that is already there is used as it is.
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "PagedKV needs Python 3.11 or newer, but $(PYTHON) is" \
 	        "$$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 …" >&2; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "$(PYTHON) cannot make a virtual environment: install its venv package" \
 	        "(Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

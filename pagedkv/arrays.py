@@ -1,7 +1,8 @@
-"""Checks of the arrays that callers hand in: shape, type, and finite where the codec needs it."""
+"""Checks of the arrays and numbers that callers hand in."""
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,13 @@ def check_kinds(
         if finite:
             check_finite(values, name)
     return arrays
+
+
+def as_int(name: str, value: object) -> int:
+    """``value`` as an ``int``, numpy's integers too; ``TypeError`` naming it if it is none."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        return operator.index(value)
+    raise TypeError(f"{name} is {value!r}: it must be an integer")
 
 
 def _check_dtype(name: str, values: Array, spec: KVSpec) -> None:

@@ -13,14 +13,15 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.arrays import check_pages
+from pagedkv.arrays import as_int, check_pages
 from pagedkv.errors import ClosedError, SpecMismatchError
 from pagedkv.group import LayerGroup
 from pagedkv.loading import Loader, LoadHandle
 from pagedkv.moves import Mover
+from pagedkv.page import Page
 from pagedkv.policy import LRU, EvictionPolicy
 from pagedkv.pool import SlotPool
-from pagedkv.prefix import PageKeys, as_tokens, page_keys
+from pagedkv.prefix import PageKeys, as_tokens, check_extra, check_salt, page_keys
 from pagedkv.residency import Residency
 from pagedkv.sequence import Extra, Sequence
 from pagedkv.spec import KVSpec, PageKey
@@ -41,7 +42,7 @@ class PagedKVCache:
             ``model`` and ``page_tokens``, and differ in ``group``.
         num_slots: Pages that the pool holds; one number for each spec, or one for all.
         store: Where cold pages go. The cache takes it over: ``close`` closes it too.
-        policy: Which page leaves first; a fresh one. Each spec ranks its pages by its own copy.
+        policy: Which page leaves first, ``LRU()`` by default. Each spec takes a copy of it.
         write_policy: ``"on-evict"``: a page is written when it leaves the pool or at ``flush``;
             ``"write-through"``: as soon as it has a key.
         pool_path: File to map the pool on; it must not exist. With several specs, the group's
@@ -72,7 +73,7 @@ class PagedKVCache:
             )
         ranking = LRU() if policy is None else policy
         if len(ranking):
-            raise ValueError("policy ranks another cache's pages already: give each cache its own")
+            raise ValueError("policy ranks the pages of another cache already: give a fresh one")
         self.store = store
         self.writes_through = write_policy == "write-through"
         self.needs_finite = store is not None and not store.codec.lossless
@@ -87,7 +88,7 @@ class PagedKVCache:
                         pool=SlotPool(
                             group_spec, counts[number], _pool_path(pool_path, self.specs, number)
                         ),
-                        policy=ranking if number == 0 else copy.deepcopy(ranking),
+                        policy=copy.deepcopy(ranking),
                         lock=self._lock,
                         counters=self._counters,
                     ),
@@ -120,8 +121,7 @@ class PagedKVCache:
 
     def locate_layer(self, layer: int) -> tuple[int, int]:
         """The layer's spec and its number within it; ``ValueError`` if there is no such layer."""
-        if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
-            raise TypeError(f"layer is {layer!r}: it must be an integer")
+        layer = as_int("layer", layer)
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer is {layer}: the cache has layers 0..{len(self._layers) - 1}")
         return self._layers[layer]
@@ -147,7 +147,7 @@ class PagedKVCache:
         """
         layer_group = self._group_of(keys, group)
         check_pages("pages", pages, len(keys), layer_group.spec, finite=self.needs_finite)
-        layer_group.put(keys, pages, write_through=self.writes_through)
+        layer_group.keyed.put(keys, pages, write_through=self.writes_through)
 
     def match(self, keys: Seq[PageKey], group: int | None = None) -> int:
         """Length of the longest leading run of ``keys`` that any tier holds.
@@ -155,7 +155,7 @@ class PagedKVCache:
         Advisory: the pages may be gone by the next call; ``acquire`` and ``open_sequence`` keep
         them.
         """
-        return self._group_of(keys, group).match(keys)
+        return self._group_of(keys, group).keyed.match(keys)
 
     def get(self, keys: Seq[PageKey], out: Array | None = None, group: int | None = None) -> Array:
         """Copy pages out of the cache.
@@ -175,7 +175,7 @@ class PagedKVCache:
         """
         layer_group = self._group_of(keys, group)
         out = _checked_out(out, len(keys), layer_group.spec)
-        layer_group.get(keys, out)
+        layer_group.keyed.get(keys, out)
         return out
 
     def load(
@@ -211,11 +211,11 @@ class PagedKVCache:
                 is pinned. Acquire fewer keys.
         """
         layer_group = self._group_of(keys, group)
-        pages = layer_group.acquire(keys)
+        pages = layer_group.keyed.acquire(keys)
         try:
-            yield [layer_group.readonly_view(page) for page in pages]
+            yield [layer_group.keyed.readonly_view(page) for page in pages]
         finally:
-            layer_group.release_pins(pages)
+            layer_group.keyed.release_pins(pages)
 
     # -- sequences ---------------------------------------------------------------------------
 
@@ -238,9 +238,19 @@ class PagedKVCache:
         """
         self.check_usable()
         ids = as_tokens(tokens)
-        sequence = Sequence(self, self._groups, salt, extra)
+        check_salt(salt)
+        if extra is not None and not isinstance(extra, bytes):
+            check_extra(extra)
         keys = [page_keys(spec, ids, salt, _per_page(extra, spec, ids)) for spec in self.specs]
-        tables = [group.hold(k) for group, k in zip(self._groups, keys, strict=True)]
+        sequence = Sequence(self, self._groups, salt, extra)
+        tables: list[list[Page]] = []
+        try:
+            for group, group_keys in zip(self._groups, keys, strict=True):
+                tables.append(group.hold(group_keys))
+        except BaseException:
+            for group, table in zip(self._groups, tables, strict=False):
+                group.release(table)
+            raise
         common = min(len(table) for table in tables)
         for group, table in zip(self._groups, tables, strict=True):
             group.release(table[common:])
@@ -410,7 +420,10 @@ def _checked_specs(spec: KVSpec | Seq[KVSpec]) -> tuple[KVSpec, ...]:
 
 
 def _checked_counts(num_slots: int | Seq[int], num_specs: int) -> list[int]:
-    counts = [num_slots] * num_specs if isinstance(num_slots, int) else list(num_slots)
+    if isinstance(num_slots, Seq):
+        counts = [as_int("num_slots", count) for count in num_slots]
+    else:
+        counts = [as_int("num_slots", num_slots)] * num_specs
     if len(counts) != num_specs:
         raise ValueError(f"num_slots has {len(counts)} numbers for {num_specs} specs")
     return counts

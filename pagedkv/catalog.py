@@ -1,7 +1,7 @@
 """The catalogue: one record a row, which says what the row's page is and how to verify it. No I/O.
 
-A record binds its page: it names its own row, spec and codec, the page's key, and the CRC32C of every
-layer. It is the authority; the derived columns repeat it for plain Zarr readers.
+A record binds its page: it names its own row, spec and codec, the page's key, and the CRC32C of
+every layer. It is the authority; the derived columns repeat it for plain Zarr readers.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # paragraphs are wrapped to the terminal
 )
 
 ModelOption = Annotated[
@@ -40,9 +41,15 @@ def main() -> None:
     """Run the command line; what the user can mend is one line on stderr and exit status 1."""
     try:
         app()
-    except (PagedKVError, ValueError, OSError) as error:
-        typer.echo(f"pagedkv: {' '.join(str(error).split())}", err=True)
-        sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (PagedKVError, ValueError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"pagedkv: {' '.join(message.split())}", err=True)
+    sys.exit(1)
 
 
 def _print_version(wanted: bool) -> None:

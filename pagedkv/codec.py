@@ -15,7 +15,7 @@ Scales = Literal["channel", "token"]
 """What one scale covers: a head's channel over the page, or a token's head over its channels."""
 
 
-_INTEGERS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_INTEGERS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 class Codec(Protocol):

@@ -12,7 +12,6 @@ import secrets
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,9 @@ Bytes = npt.NDArray[np.uint8]
 TEMP_PREFIX = ".tmp-"
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+"""Opening a pipe in a file's place must not wait for a writer; a file does not mind."""
+_VANISHED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESPIPE)
 
 
 class ShortReadError(OSError):
@@ -59,7 +61,7 @@ def make_dir(path: Path) -> None:
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[int]:
     """A descriptor that reads ``path``, which must not be a symbolic link."""
-    fd = os.open(path, os.O_RDONLY | _NOFOLLOW)
+    fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK)
     try:
         yield fd
     finally:
@@ -68,7 +70,7 @@ def reading(path: Path) -> Iterator[int]:
 
 def is_vanished(error: OSError) -> bool:
     """Whether reading a file failed because there is no such regular file (any more)."""
-    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+    return error.errno in _VANISHED
 
 
 def read_bytes(path: Path) -> bytes:
@@ -79,9 +81,9 @@ def read_bytes(path: Path) -> bytes:
 
 def pread_into(fd: int, out: Bytes, offset: int) -> int:
     """Fill ``out`` from ``offset`` of the file; the bytes read, fewer only at the file's end."""
-    done = os.preadv(fd, [out], offset)
+    done = os.preadv(fd, [out.data], offset)
     while 0 < done < len(out):
-        count = os.preadv(fd, [out[done:]], offset + done)
+        count = os.preadv(fd, [out.data[done:]], offset + done)
         if count == 0:
             break
         done += count
@@ -99,7 +101,7 @@ def pread_exact(fd: int, nbytes: int, offset: int) -> Bytes:
 
 def pwrite_all(fd: int, data: "Bytes | bytes", offset: int) -> None:
     """Write all of ``data`` at ``offset``, whatever the system takes at once."""
-    rest: Any = memoryview(data)
+    rest = _memory(data)
     while rest:
         done = os.pwrite(fd, rest, offset)
         rest, offset = rest[done:], offset + done
@@ -107,7 +109,7 @@ def pwrite_all(fd: int, data: "Bytes | bytes", offset: int) -> None:
 
 def write_all(fd: int, data: "Bytes | bytes") -> None:
     """Append all of ``data`` at the descriptor's position, whatever the system takes at once."""
-    rest: Any = memoryview(data)
+    rest = _memory(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
 
@@ -184,13 +186,13 @@ def file_sizes(path: Path) -> dict[str, int]:
     return sizes
 
 
-def open_lock(path: Path) -> int:
-    """A descriptor of the lock file ``path``, made if missing."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
+def open_folder(path: Path) -> int:
+    """A descriptor of the folder ``path``, by which it can be locked."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW)
 
 
 def try_lock(fd: int) -> bool:
-    """Take the file's exclusive lock if nobody holds it; whether it was taken."""
+    """Take the exclusive lock of a descriptor if nobody holds it; whether it was taken."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -205,10 +207,14 @@ def unlock(fd: int) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of the lock file ``path`` during the block, waiting for it."""
-    fd = open_lock(path)
+    """Hold the exclusive lock of the folder ``path`` during the block, waiting for it."""
+    fd = open_folder(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
         os.close(fd)
+
+
+def _memory(data: "Bytes | bytes") -> memoryview:
+    return data.data if isinstance(data, np.ndarray) else memoryview(data)

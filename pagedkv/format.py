@@ -22,9 +22,6 @@ from pagedkv.spec import KVSpec, PageKey
 FORMAT_VERSION = 1
 ATTRIBUTE = "pagedkv"
 METADATA = "zarr.json"
-STORE_LOCK = "store.lock"
-LANE_LOCK = "lane.lock"
-SCRATCH = "scratch"
 KV, CATALOG = "kv", "catalog"
 
 SEGMENT_NBYTES = 48 * 2**20

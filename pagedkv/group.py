@@ -1,24 +1,25 @@
-"""``LayerGroup``: what a cache does with the pages of one layer group, by key and by sequence."""
+"""``LayerGroup``: the pages that sequences hold of one layer group."""
 
 from collections.abc import Sequence
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import CorruptPageError, PageNotFoundError, PoolExhaustedError
-from pagedkv.format import PageEntry, StoreRow
+from pagedkv.errors import CorruptPageError, PoolExhaustedError
+from pagedkv.format import PageEntry
+from pagedkv.keyed import KeyedPages
 from pagedkv.moves import Mover
 from pagedkv.page import Page, PageState
-from pagedkv.prefix import PageKeys, Tokens, longest_match
+from pagedkv.prefix import Tokens
 from pagedkv.spec import PageKey
 
 Array = npt.NDArray[Any]
 
 
 class LayerGroup:
-    """The pages of one spec: stored and found by key, shared and owned by sequences.
+    """The pages of one spec, as sequences hold, own and share them; ``keyed`` finds them by key.
 
     All methods take the cache's lock themselves; page bytes are copied without it.
 
@@ -29,90 +30,11 @@ class LayerGroup:
     def __init__(self, moves: Mover) -> None:
         self.moves = moves
         self.places = places = moves.places
+        self.keyed = KeyedPages(moves)
         self.spec = places.spec
         self._lock = places.lock
         self._pool = places.pool
         self._counters = places.counters
-
-    # -- by key ------------------------------------------------------------------------------
-
-    def match(self, keys: Sequence[PageKey]) -> int:
-        """Length of the longest leading run of ``keys`` that any tier holds."""
-        with self._lock:
-            return self._match(keys)
-
-    def put(self, keys: Sequence[PageKey], pages: Array, *, write_through: bool) -> None:
-        """Add those pages ``(page, layer, kind, token, head, channel)`` that no tier holds."""
-        start = 0
-        while start < len(keys):
-            with self._lock:
-                batch, stop = self._start_put(keys, start)
-            try:
-                for number, page in batch:
-                    self._view(page)[...] = pages[number]
-            finally:
-                with self._lock:
-                    for _, page in reversed(batch):
-                        self.places.publish(page)
-            if write_through:
-                self.store([page for _, page in batch])
-            start = stop
-
-    def get(self, keys: Sequence[PageKey], out: Array) -> None:
-        """Copy pages into ``out``; ``PageNotFoundError`` names the first that no tier holds."""
-        with self._lock:
-            resident, absent = self._locate(keys)
-            with self.places.copying(list(resident.values())):
-                for number, page in resident.items():
-                    out[number] = self._view(page)
-            self.places.touch(list(resident.values()))
-            self._counters.num_pool_hits += len(resident)
-            if absent:
-                self._get_absent(keys, absent, out)
-
-    def acquire(self, keys: Sequence[PageKey]) -> list[Page]:
-        """Pin the longest leading run of ``keys`` that any tier holds, all of it resident.
-
-        Raises:
-            PoolExhaustedError: The run does not fit beside what may not leave; nothing is pinned.
-        """
-        with self._lock:
-            run = self._hold_run(keys)
-            pinned: list[Page] = []
-            try:
-                for page in run:
-                    if page.slot is not None:
-                        self.places.pin(page)
-                        pinned.append(page)
-                num_hits = len(pinned)
-                missing = len(set(run) - set(pinned))
-                self.moves.promote(run, at_least=missing, spare_held=False)
-                usable = list(takewhile(lambda page: page.slot is not None, run))
-                for page in usable:
-                    self.places.pin(page)
-            finally:
-                for page in pinned:
-                    self.places.unpin(page)
-                for page in reversed(run):
-                    self.places.drop_holder(page)
-            self._count_hits(num_hits, len(run), len(usable), len(keys))
-            return usable
-
-    def readonly_view(self, page: Page) -> Array:
-        """The resident page, ``(layer, kind, token, head, channel)``, not writable."""
-        view = self._view(page)
-        view.flags.writeable = False
-        return view
-
-    def release_pins(self, pages: Sequence[Page]) -> None:
-        """Take back the pins of ``acquire``."""
-        with self._lock:
-            self.places.touch(pages)
-            for page in pages:
-                self.places.unpin(page)
-            self._lock.notify_all()
-
-    # -- by sequence -------------------------------------------------------------------------
 
     def hold(self, keys: Sequence[PageKey]) -> list[Page]:
         """Hold the longest leading run of ``keys`` that any tier has, for a sequence.
@@ -121,7 +43,7 @@ class LayerGroup:
         taking them from live sequences; the others stay where they are.
         """
         with self._lock:
-            run = self._hold_run(keys)
+            run = self.keyed.hold_run(keys)
             num_resident = sum(page.slot is not None for page in run)
             try:
                 self.moves.promote(run, at_least=0, spare_held=True)
@@ -132,7 +54,7 @@ class LayerGroup:
             usable = list(takewhile(lambda page: not page.is_lost, run))
             for page in reversed(run[len(usable) :]):
                 self.places.drop_holder(page)
-            self._count_hits(num_resident, len(run), len(usable), len(keys))
+            self.keyed.count_hits(num_resident, len(run), len(usable), len(keys))
             return usable
 
     def share(self, pages: Sequence[Page]) -> None:
@@ -212,8 +134,9 @@ class LayerGroup:
     ) -> Page:
         """Make a full page of a sequence shareable under ``key``; return what to hold instead.
 
-        The first bytes under a key win: when another page has the key, it takes this one's place
-        if their bytes are equal, and else this one stays private.
+        The first bytes under a key win. When another page in the pool has the key, it takes this
+        one's place if their bytes are equal. Else, and when the key is in the store already, this
+        one stays private.
         """
         with self._lock:
             self.places.wait_ready([page])
@@ -221,24 +144,24 @@ class LayerGroup:
             if page.key is not None or other is page:
                 return page
             if other is None:
-                page.key, page.parent, page.tokens, page.salt = key, parent, tokens, salt
-                page.row = self.moves.find_row(key)
-                self.places.index[key] = page
+                if self.moves.find_row(key) is None:
+                    page.key, page.parent, page.tokens, page.salt = key, parent, tokens, salt
+                    self.places.index[key] = page
                 return page
             self.places.wait_ready([other])
             if page.slot is None or other.slot is None or self.places.index.get(key) is not other:
                 return page
             with self.places.copying([page, other]):
                 is_equal = np.array_equal(_bits(self._view(page)), _bits(self._view(other)))
-            if not is_equal or other.slot is None:
+            if not is_equal:
                 return page
             self.places.add_holder(other)
             self.places.drop_holder(page)
             self._lock.notify_all()
             return other
 
-    def has_tail(self, key: PageKey) -> bool:
-        """Whether the store holds a saved tail under this key."""
+    def is_stored(self, key: PageKey) -> bool:
+        """Whether the store holds a page or saved tail under this key."""
         return self.moves.find_row(key) is not None
 
     def load_tail(self, key: PageKey, after: Page | None) -> Page | None:
@@ -251,13 +174,22 @@ class LayerGroup:
             self._counters.misses["corrupt"] += bool(lost)
         return None if lost else self._new_filled(values, after)
 
-    def save_tail(self, page: Page, entry: PageEntry) -> None:
-        """Write the first tokens of a sequence's last page to the store, durably."""
+    def save_pages(self, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
+        """Write what the store does not hold yet of a sequence's pages, durably, in one go.
+
+        Pages in the index are stored as such. Of the others, which are tails or private, the bytes
+        are written under the key of their entry.
+        """
         assert self.moves.store is not None
-        tail = np.zeros(self.spec.page_shape, dtype=self.spec.np_dtype)
-        self.read_page(page, tail)
-        tail[:, :, entry.num_tokens :] = 0
-        self.moves.store.write(self.moves.number, [entry], [tail])
+        with self._lock:
+            indexed = (self.places.index.get(entry.key) for entry in entries)
+            self.moves.store_pages([page for page in indexed if page is not None])
+        todo = [(p, e) for p, e in zip(pages, entries, strict=True) if not self.is_stored(e.key)]
+        for page, entry in todo:
+            values = np.zeros(self.spec.page_shape, dtype=self.spec.np_dtype)
+            self.read_page(page, values)
+            values[:, :, entry.num_tokens :] = 0
+            self.moves.store.write(self.moves.number, [entry], [values])
 
     def store(self, pages: Sequence[Page]) -> None:
         """Write those pages that have a key and no row to the store; durable on return."""
@@ -310,120 +242,9 @@ class LayerGroup:
             raise
         return page
 
-    def _match(self, keys: Sequence[PageKey]) -> int:
-        tiers = (
-            (self.places.index,)
-            if self.moves.store is None
-            else (self.places.index, self.moves.store)
-        )
-        return longest_match(keys, *tiers)
-
-    def _start_put(self, keys: Sequence[PageKey], start: int) -> tuple[list[tuple[int, Page]], int]:
-        """Give slots to the next of ``keys[start:]`` that no tier holds; where to go on."""
-        unknown = (n for n in range(start, len(keys)) if not self._match(keys[n : n + 1]))
-        want = list(islice(unknown, max(1, self._pool.num_slots // 2)))
-        if not want:
-            return [], len(keys)
-        slots = self.moves.take_some(len(want))
-        batch: list[tuple[int, Page]] = []
-        stop = len(keys)
-        for number in want:
-            if self._match(keys[number : number + 1]):  # twice in keys, or put by another thread
-                continue
-            if not slots:
-                stop = number
-                break
-            page = _keyed(keys, number)
-            self.places.index[keys[number]] = page
-            self.places.place(page, slots.pop(0), PageState.LOADING)
-            batch.append((number, page))
-            stop = number + 1
-        for slot in slots:
-            self._pool.free(slot)
-        return batch, stop
-
-    def _locate(self, keys: Sequence[PageKey]) -> tuple[dict[int, Page], dict[int, StoreRow]]:
-        resident: dict[int, Page] = {}
-        absent: dict[int, StoreRow] = {}
-        self.places.wait_ready(
-            page for key in keys if (page := self.places.index.get(key)) is not None
-        )
-        for number, key in enumerate(keys):
-            page = self.places.index.get(key)
-            row = self.moves.find_row(key)
-            if page is not None and page.slot is not None:
-                resident[number] = page
-            elif row is not None:
-                absent[number] = row
-            else:
-                self._counters.misses["absent"] += 1
-                raise PageNotFoundError(
-                    f"page {key.hex()} (number {number} of {len(keys)}) is in no tier: compute it"
-                )
-        return resident, absent
-
-    def _get_absent(self, keys: Sequence[PageKey], absent: dict[int, StoreRow], out: Array) -> None:
-        """Read pages from the store into ``out``, and keep copies where slots are to be had."""
-        pages = {number: _keyed(keys, number) for number in absent}
-        for number, page in pages.items():
-            page.row, page.exact = absent[number], True
-        lost = self.moves.read_pages(list(pages.values()), [out[number] for number in pages])
-        self._counters.num_store_hits += len(absent) - len(lost)
-        self._counters.misses["corrupt"] += len(lost)
-        if lost:
-            first = next(number for number in absent if keys[number] in lost)
-            raise PageNotFoundError(
-                f"page {keys[first].hex()} (number {first} of {len(keys)}) was damaged in the "
-                "store and has been forgotten: compute it"
-            )
-        wanted = min(len(pages), max(1, self._pool.num_slots // 2))
-        slots = self.moves.take_slots(wanted, at_least=0, spare_held=True, clean_only=True)
-        placed: list[tuple[int, Page]] = []
-        for number, page in pages.items():
-            if slots and keys[number] not in self.places.index:
-                self.places.index[keys[number]] = page
-                self.places.place(page, slots.pop(0), PageState.LOADING)
-                placed.append((number, page))
-        for slot in slots:
-            self._pool.free(slot)
-        with self.places.unlocked():
-            for number, page in placed:
-                self._view(page)[...] = out[number]
-        for _, page in reversed(placed):
-            self.places.publish(page)
-
-    def _hold_run(self, keys: Sequence[PageKey]) -> list[Page]:
-        run: list[Page] = []
-        for number in range(self._match(keys)):
-            page = self.places.index.get(keys[number])
-            if page is None:
-                page = _keyed(keys, number)
-                page.row, page.exact = self.moves.find_row(keys[number]), True
-                self.places.index[keys[number]] = page
-            self.places.add_holder(page)
-            run.append(page)
-        self.places.wait_ready(run)
-        return run
-
-    def _count_hits(self, num_resident: int, num_run: int, num_usable: int, num_keys: int) -> None:
-        self._counters.num_pool_hits += min(num_resident, num_usable)
-        self._counters.num_store_hits += max(0, num_usable - num_resident)
-        self._counters.misses["corrupt"] += num_run - num_usable
-        self._counters.misses["absent"] += num_keys - num_run
-
     def _view(self, page: Page) -> Array:
         assert page.slot is not None
         return self._pool.page(page.slot)
-
-
-def _keyed(keys: Sequence[PageKey], number: int) -> Page:
-    page = Page()
-    page.key = keys[number]
-    if isinstance(keys, PageKeys):
-        page.parent = keys.parents[number]
-        page.tokens = keys.tokens[number]
-        page.salt = keys.salt
-    return page
 
 
 def _bits(page: Array) -> Array:

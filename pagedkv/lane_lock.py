@@ -1,29 +1,35 @@
-"""``LaneLock``: a writer process owns one lane of a store at a time."""
+"""``LaneLock``: a writer process owns one lane of a store at a time.
+
+The lock is on the lane's folder itself, and who holds it stands in the attributes of the lane's
+group: a lock file would be foreign to the Zarr hierarchy, and readers would warn of it.
+"""
 
 import itertools
 import json
 import os
 import socket
+import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pagedkv import files, metadata
-from pagedkv.format import LANE_LOCK, METADATA, SCRATCH, lane_name, lane_number
+from pagedkv.format import ATTRIBUTE, METADATA, lane_name, lane_number
 
 
 class LaneLock:
-    """The lock of a lane, held until ``release`` or the end of the process.
+    """The lock of a lane, held until ``release``, or until this object or its process is gone.
 
     Args:
         lane: Number of the lane.
         path: Folder of the lane.
-        fd: Descriptor of the locked file.
+        fd: Descriptor of the locked folder.
     """
 
     def __init__(self, lane: int, path: Path, fd: int) -> None:
         self.lane = lane
         self.path = path
-        self._fd: int | None = fd
+        self._fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
 
     @classmethod
     def take(cls, root: Path) -> "LaneLock":
@@ -33,41 +39,34 @@ class LaneLock:
             files.make_dir(path)
             if path.is_symlink():
                 continue
-            fd = files.open_lock(path / LANE_LOCK)
+            fd = files.open_folder(path)
             if files.try_lock(fd):
-                holder = {
-                    "pid": os.getpid(),
-                    "host": socket.gethostname(),
-                    "since": datetime.now(UTC).isoformat(timespec="seconds"),
-                }
-                os.ftruncate(fd, 0)
-                files.pwrite_all(fd, json.dumps(holder).encode(), 0)
                 return cls(lane, path, fd)
             os.close(fd)
         raise AssertionError("unreachable")
 
     def prepare(self) -> None:
-        """Make the lane's group document, and an empty folder for scratch files."""
+        """Remove what an earlier writer left half done, and name the holder in the lane's group."""
         files.remove_temps(self.path)
-        if metadata.read_document(self.path) is None:
-            files.write_atomic(self.path / METADATA, [metadata.group_document()])
-            files.sync_dir(self.path)
-        scratch = self.path / SCRATCH
-        files.make_dir(scratch)
-        for name in files.file_sizes(scratch):
-            files.remove(scratch / name)
+        document = metadata.read_document(self.path) or json.loads(metadata.group_document())
+        holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        document["attributes"] = {ATTRIBUTE: {"last_writer": holder}}
+        files.write_atomic(self.path / METADATA, [json.dumps(document, indent=2).encode()])
+        files.sync_dir(self.path)
 
     def release(self) -> None:
         """Give the lock back; also where forked children share its descriptor."""
-        if self._fd is not None:
+        if self._close.alive:
             files.unlock(self._fd)
-            self.drop()
+            self._close()
 
     def drop(self) -> None:
         """Close this process's descriptor; a parent that shares the lock keeps it."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._close()
 
 
 def lanes_of(root: Path) -> list[int]:
@@ -82,9 +81,11 @@ def lanes_of(root: Path) -> list[int]:
 
 
 def holder_of(path: Path) -> str:
-    """Who wrote itself into the lock file of the lane at ``path``."""
+    """Who wrote itself into the group of the lane at ``path``."""
     try:
-        holder = json.loads(files.read_bytes(path / LANE_LOCK))
+        holder = json.loads(files.read_bytes(path / METADATA))["attributes"][ATTRIBUTE][
+            "last_writer"
+        ]
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "an unknown process"

@@ -1,5 +1,6 @@
 """Reading pages in the background."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -23,25 +24,28 @@ class LoadHandle:
     """
 
     def __init__(self, out: Array, deadline: float | None) -> None:
+        if deadline is not None and not (isinstance(deadline, int | float) and deadline >= 0):
+            raise ValueError(f"deadline is {deadline!r}: it must be seconds from now, 0 or more")
         self._out = out
         self._expires = None if deadline is None else time.monotonic() + deadline
         self._deadline = deadline
         self._lock = threading.Lock()
-        self._is_abandoned = False
+        self._is_cancelled = False
+        self._is_expired = False
         self._is_delivered = False
         self._future: Future[None] | None = None
 
     def done(self) -> bool:
         """Whether ``result`` would answer at once."""
         assert self._future is not None
-        return self._future.done() or self._is_abandoned
+        return self._future.done() or self._is_given_up()
 
     def cancel(self) -> bool:
         """Give the load up; ``False`` if the pages have been delivered already."""
         with self._lock:
             if self._is_delivered:
                 return False
-            self._is_abandoned = True
+            self._is_cancelled = True
         assert self._future is not None
         self._future.cancel()
         return True
@@ -53,29 +57,35 @@ class LoadHandle:
             PageNotFoundError: A page is in no tier, or damaged.
             StoreError: The disk failed.
             StoreTimeoutError: The deadline has passed; the array will not be written any more.
-            CancelledError: The load was cancelled (``concurrent.futures``).
+            CancelledError: The load was cancelled, or had not begun when the cache was closed
+                (``concurrent.futures``).
         """
         assert self._future is not None
-        if self._is_abandoned:
+        if self._is_cancelled:
             raise CancelledError
         left = None if self._expires is None else max(0.0, self._expires - time.monotonic())
-        try:
+        with contextlib.suppress(FutureTimeoutError, CancelledError):
             self._future.result(left)
-        except FutureTimeoutError:
-            if self.cancel():
-                raise StoreTimeoutError(
-                    f"the pages were not read within {self._deadline} s"
-                ) from None
-        return self._out
+        with self._lock:
+            if self._is_delivered:
+                return self._out
+            if self._is_cancelled or self._future.cancelled():
+                raise CancelledError
+            self._is_expired = True
+        raise StoreTimeoutError(f"the pages were not read within {self._deadline} s")
 
     def _run(self, read: Callable[[], Array]) -> None:
-        if self._is_abandoned:
+        if self._is_given_up():
             return
         pages = read()
         with self._lock:
-            if not self._is_abandoned:
+            if not self._is_given_up():
                 np.copyto(self._out, pages)
                 self._is_delivered = True
+
+    def _is_given_up(self) -> bool:
+        is_late = self._expires is not None and time.monotonic() >= self._expires
+        return self._is_cancelled or self._is_expired or is_late
 
 
 class Loader:

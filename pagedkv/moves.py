@@ -49,9 +49,8 @@ class Mover:
         self._spec = places.spec
         self._pool = places.pool
         self._counters = places.counters
-        self._batch = max(
-            1, min(self._pool.num_slots // 8, _BATCH_NBYTES // self._spec.page_nbytes)
-        )
+        self._batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
+        self._eviction_batch = max(1, min(self._pool.num_slots // 8, self._batch))
 
     # -- slots -------------------------------------------------------------------------------
 
@@ -215,11 +214,11 @@ class Mover:
         """
         if not self.can_write:
             return
-        todo = [page for page in dict.fromkeys(pages) if page.key is not None and page.row is None]
+        todo = [page for page in dict.fromkeys(pages) if self._is_unstored(page)]
         for start in range(0, len(todo), self._batch):
             batch = todo[start : start + self._batch]
             self.places.wait_ready(batch)
-            self._write([p for p in batch if p.key is not None and not p.is_lost], spill=False)
+            self._write([page for page in batch if self._is_unstored(page)], spill=False)
 
     def allocate_spill(self, count: int) -> list[int]:
         """Records of the spill file for pages that never had a slot.
@@ -250,7 +249,7 @@ class Mover:
 
     def find_row(self, key: PageKey) -> StoreRow | None:
         """The store's row of this key."""
-        return None if self.store is None else self.store.find(key)
+        return None if self.store is None else self.store.find(key, self.number)
 
     def close(self) -> None:
         """Drop the spill file."""
@@ -279,7 +278,7 @@ class Mover:
 
     def _make_safe(self, count: int, *, spare_held: bool) -> None:
         """Write the next ``count`` victims that need it, and some that will need it soon."""
-        batch = self._unsafe(self.places.candidates(), count + self._batch)
+        batch = self._unsafe(self.places.candidates(), count + self._eviction_batch)
         if len(batch) < count and not spare_held:
             batch += self._unsafe(self.places.held_candidates(), count - len(batch))
         try:
@@ -291,6 +290,10 @@ class Mover:
             _LOG.warning("the store is full, forgetting cached pages: %s", error)
             for page in forgettable[:count]:
                 self.places.evict(page)
+
+    def _is_unstored(self, page: Page) -> bool:
+        """Whether the page has a key and bytes, and the store does not hold it."""
+        return page.key is not None and page.row is None and not page.is_lost
 
     def _unsafe(self, pages: Iterable[Page], count: int) -> list[Page]:
         return list(islice((page for page in pages if not self._is_safe(page)), count))

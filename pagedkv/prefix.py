@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -84,10 +84,15 @@ def page_keys(
         ValueError: Tokens are not one row of ids, or ``extra`` has another length than pages.
         TypeError: ``salt`` or an ``extra`` is not bytes.
     """
+    check_salt(salt)
     ids = as_tokens(tokens)
     num_pages = len(ids) // spec.page_tokens
-    if extra is not None and len(extra) != num_pages:
-        raise ValueError(f"extra has {len(extra)} entries, but the tokens fill {num_pages} pages")
+    if extra is not None:
+        check_extra(extra)
+        if len(extra) != num_pages:
+            raise ValueError(
+                f"extra has {len(extra)} entries, but the tokens fill {num_pages} pages"
+            )
     pages = ids[: num_pages * spec.page_tokens].reshape(num_pages, spec.page_tokens)
     parent = spec.root_key()
     keys: list[PageKey] = []
@@ -106,8 +111,6 @@ def page_keys(
 
 def chain_key(parent: PageKey, tokens: Tokens, salt: bytes = b"", extra: bytes = b"") -> PageKey:
     """The key of one page (or saved tail) with these token ids after ``parent``."""
-    if not isinstance(salt, bytes) or not isinstance(extra, bytes):
-        raise TypeError(f"salt and extra must be bytes, not {salt!r} and {extra!r}")
     ids = tokens.astype("<i4", copy=False).tobytes()
     framed = b"".join(_FRAME.pack(len(f)) + f for f in (parent, salt, extra, ids))
     return PageKey(hashlib.sha256(framed).digest())
@@ -127,9 +130,16 @@ def as_tokens(tokens: npt.ArrayLike) -> Tokens:
     return ids.astype(np.int32, copy=True)
 
 
-def longest_match(keys: Sequence[PageKey], *tiers: Container[PageKey]) -> int:
-    """Length of the leading run of ``keys`` of which every key is in at least one tier."""
-    for number, key in enumerate(keys):
-        if not any(key in tier for tier in tiers):
-            return number
-    return len(keys)
+def check_salt(salt: object) -> None:
+    """Raise ``TypeError`` unless ``salt`` is bytes."""
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt is {salt!r}: it must be bytes")
+
+
+def check_extra(extra: object) -> None:
+    """Raise ``TypeError`` unless ``extra`` is a sequence of bytes, one for each page."""
+    if isinstance(extra, str | bytes) or not isinstance(extra, Sequence):
+        raise TypeError(f"extra is {extra!r}: it must be a sequence of bytes, one for each page")
+    for number, value in enumerate(extra):
+        if not isinstance(value, bytes):
+            raise TypeError(f"extra[{number}] is {value!r}: it must be bytes")

@@ -224,7 +224,8 @@ class Residency:
         if page.key is not None:
             self.free_spill(page)
             if page.slot is None:
-                self.index.pop(page.key, None)
+                if self.index.get(page.key) is page:
+                    del self.index[page.key]
             elif not page.ranked:
                 page.ranked = True
                 self._policy.add(page.key)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagedkv import files, metadata
 from pagedkv.errors import StoreError
-from pagedkv.format import ATTRIBUTE, METADATA, STORE_LOCK
+from pagedkv.format import ATTRIBUTE, METADATA
 from pagedkv.header import StoreHeader
 
 
@@ -48,7 +48,7 @@ def create(root: Path, header: StoreHeader) -> StoreHeader:
         root.parent.mkdir(parents=True, exist_ok=True)
         files.make_dir(root)
         root.chmod(0o700)
-        with files.locked(root / STORE_LOCK):
+        with files.locked(root):
             existing = read_header(root)
             if existing is not None:
                 return existing
@@ -63,7 +63,7 @@ def set_max_nbytes(root: Path, max_nbytes: int) -> None:
     """Change the bound in the store's attributes."""
     with (
         files.translated(root, "change max_nbytes of"),
-        files.locked(root / STORE_LOCK),
+        files.locked(root),
     ):
         header = read_header(root)
         if header is None:
@@ -88,7 +88,7 @@ def _require_empty(root: Path) -> None:
     foreign = [
         name
         for name in sorted(entry.name for entry in root.iterdir())
-        if name != STORE_LOCK and not name.startswith(files.TEMP_PREFIX)
+        if not name.startswith(files.TEMP_PREFIX)
     ]
     if foreign:
         raise StoreError(

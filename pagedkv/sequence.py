@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import slices
-from pagedkv.arrays import check_kinds
+from pagedkv.arrays import as_int, check_kinds
 from pagedkv.attention import attend
 from pagedkv.errors import ClosedError, StoreError
 from pagedkv.format import PageEntry
@@ -152,7 +152,7 @@ class Sequence:
         number, local = self._cache.locate_layer(layer)
         spec = self._groups[number].spec
         held = self._filled[layer]
-        count = held if num_tokens is None else num_tokens
+        count = held if num_tokens is None else as_int("num_tokens", num_tokens)
         if not 0 <= count <= held:
             raise ValueError(f"layer {layer} holds {held} tokens, {count} were asked for")
         if count == 0:
@@ -184,7 +184,8 @@ class Sequence:
         shape = np.shape(q)
         if spec.num_kinds != 2:
             raise ValueError("attend needs keys and values: this spec has num_kinds 1")
-        if len(shape) != 3 or shape[2] != spec.head_dim or shape[1] % spec.held_heads:
+        fits = len(shape) == 3 and shape[1] > 0 and shape[2] == spec.head_dim
+        if not fits or shape[1] % spec.held_heads:
             raise ValueError(
                 f"q has shape {shape}: it must be (token, a multiple of {spec.held_heads} heads, "
                 f"{spec.head_dim} channels)"
@@ -247,9 +248,9 @@ class Sequence:
         num_full, rest = divmod(self.num_tokens, self._page_tokens)
         self._check_extra(num_full + bool(rest))
         for number, group in enumerate(self._groups):
-            group.store(self._tables[number][:num_full])
-            if rest:
-                self._save_tail(number, group, num_full, rest)
+            num_pages = num_full + bool(rest)
+            entries = [self._entry(number, at) for at in range(num_pages)]
+            group.save_pages(self._tables[number][:num_pages], entries)
 
     def fork(self) -> "Sequence":
         """A new sequence with the same tokens; pages are shared until one of the two writes."""
@@ -272,6 +273,7 @@ class Sequence:
             ValueError: The sequence does not hold that many.
         """
         self._check_usable()
+        num_tokens = as_int("num_tokens", num_tokens)
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(
                 f"the sequence holds {self.num_tokens} tokens and cannot be cut to {num_tokens}"
@@ -329,19 +331,22 @@ class Sequence:
         for count in range(min(len(tokens) - start, self._page_tokens - 1), 0, -1):
             tail = tokens[start : start + count]
             keys = [self._next_key(number, tail) for number in range(len(self._groups))]
-            if all(group.has_tail(key) for group, key in zip(self._groups, keys, strict=True)):
+            if all(group.is_stored(key) for group, key in zip(self._groups, keys, strict=True)):
                 break
         else:
             return
         pages: list[Page] = []
-        for table, group, key in zip(self._tables, self._groups, keys, strict=True):
-            page = group.load_tail(key, table[-1] if table else None)
-            if page is None:
-                break
-            pages.append(page)
+        try:
+            for table, group, key in zip(self._tables, self._groups, keys, strict=True):
+                page = group.load_tail(key, table[-1] if table else None)
+                if page is None:
+                    break
+                pages.append(page)
+        finally:
+            if len(pages) < len(self._groups):
+                for group, page in zip(self._groups, pages, strict=False):
+                    group.release([page])
         if len(pages) < len(self._groups):
-            for group, page in zip(self._groups, pages, strict=False):
-                group.release([page])
             return
         for table, page in zip(self._tables, pages, strict=True):
             table.append(page)
@@ -406,16 +411,17 @@ class Sequence:
         parent = keys[-1] if keys else self._groups[number].spec.root_key()
         return chain_key(parent, tokens, self._salt, _extra_of(self._extra, len(keys)))
 
-    def _save_tail(self, number: int, group: LayerGroup, num_full: int, rest: int) -> None:
-        tokens = self._tokens[-rest:]
-        entry = PageEntry(
-            key=self._next_key(number, tokens),
-            num_tokens=rest,
-            parent=self._keys[number][-1] if num_full else group.spec.root_key(),
+    def _entry(self, number: int, at: int) -> PageEntry:
+        """What the store is told of one page of a group whose tokens are named."""
+        keys = self._keys[number]
+        tokens = self._tokens[at * self._page_tokens : (at + 1) * self._page_tokens]
+        return PageEntry(
+            key=keys[at] if at < len(keys) else self._next_key(number, tokens),
+            num_tokens=len(tokens),
+            parent=keys[at - 1] if at else self._groups[number].spec.root_key(),
             tokens=tokens,
             salt=self._salt,
         )
-        group.save_tail(self._tables[number][num_full], entry)
 
     def _extended(self, ids: Tokens, start: int, count: int) -> Tokens:
         if len(ids) != count:

@@ -90,9 +90,10 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
             absent = [number for number, slot in enumerate(slots) if slot is None]
             out = [buffer[:, number] for number in absent]
             moves.read_slices([pages[number] for number in absent], layer, out)
-            yield buffer.reshape(buffer.shape[0], -1, *buffer.shape[3:])[
-                :, : len(pages) * places.spec.page_tokens
-            ]
+            flat = buffer.reshape(buffer.shape[0], -1, *buffer.shape[3:])
+            filled = flat[:, : len(pages) * places.spec.page_tokens]
+            filled.flags.writeable = False
+            yield filled
         finally:
             spare.append(buffer)
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
 from typing import Any, NewType
 
 import ml_dtypes
@@ -64,7 +65,7 @@ class KVSpec:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
-        if self.num_kinds not in (1, 2):
+        if type(self.num_kinds) is not int or self.num_kinds not in (1, 2):
             raise ValueError(f"num_kinds is {self.num_kinds!r}: it must be 1 or 2 (key and value)")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
@@ -147,11 +148,11 @@ def parse_nbytes(value: int | str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{value!r} is no byte size: give an integer, or a text such as '20GiB'")
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?\s*", value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?))?B?\s*", value)
         if not match:
             raise ValueError(f"{value!r} is no byte size: write it as '4096', '64MiB' or '20GB'")
-        power = " KMGT".index(match[2].upper() or " ")
-        value = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+        power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+        value = int(Decimal(match[1]) * (1024 if match[3] else 1000) ** power)
     if value <= 0:
         raise ValueError(f"a byte size must be positive, not {value}")
     return value

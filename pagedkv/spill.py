@@ -50,7 +50,7 @@ class SpillFile:
         self._where = f"the spill file in {folder}"
         with files.translated(folder):
             self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by close()
-                dir=folder, prefix="spill-", buffering=0
+                dir=folder, prefix=files.TEMP_PREFIX, buffering=0
             )
 
     @property
@@ -111,8 +111,8 @@ class SpillFile:
             return
         data = np.empty(self._layer_nbytes, dtype=np.uint8)
         with files.translated(self._where):
-            files.pread_into(self._file.fileno(), data, self._offset(record, layer))
-        if google_crc32c.value(data) != crc:
+            done = files.pread_into(self._file.fileno(), data, self._offset(record, layer))
+        if done < len(data) or google_crc32c.value(data) != crc:
             raise CorruptPageError(
                 f"layer {layer} of a page of a live sequence came back damaged from {self._where}"
             )

@@ -26,7 +26,6 @@ from pagedkv.errors import (
 from pagedkv.format import (
     CATALOG,
     KV,
-    SCRATCH,
     Geometry,
     PageEntry,
     StoreRow,
@@ -59,7 +58,7 @@ class PageStore:
         self._lane_lock = lane_lock
         self._space = Space(f"the store {path}", header.max_nbytes)
         self._groups: dict[tuple[int, int], LaneGroup] = {}
-        self._index = RowIndex()
+        self._indexes = [RowIndex() for _ in header.specs]
         self._lock = threading.Lock()
         self._no_writers = threading.Condition(self._lock)
         self._num_writers = 0
@@ -158,7 +157,7 @@ class PageStore:
     @property
     def num_pages(self) -> int:
         """Keys that the store holds."""
-        return len(self._index)
+        return sum(len(index) for index in self._indexes)
 
     @property
     def num_damaged_pages(self) -> int:
@@ -172,8 +171,8 @@ class PageStore:
 
     @property
     def scratch_dir(self) -> Path:
-        """Folder of the own lane for scratch files; emptied when the lane is taken."""
-        return self._own_lane().path / SCRATCH
+        """Folder of the own lane, for nameless scratch files."""
+        return self._own_lane().path
 
     @property
     def scratch_nbytes(self) -> int:
@@ -195,14 +194,14 @@ class PageStore:
         self._check_open()
         self._space.grow_scratch(nbytes)
 
-    def find(self, key: PageKey) -> StoreRow | None:
-        """Where the page is, in any lane; None if the store does not hold it."""
+    def find(self, key: PageKey, group: int = 0) -> StoreRow | None:
+        """Where a page of a group (index into ``specs``) is, in any lane; None if nowhere."""
         self._check_open()
-        return self._index.get(key)
+        return self._indexes[group].get(key)
 
     def __contains__(self, key: object) -> bool:
         self._check_open()
-        return key in self._index
+        return any(key in index for index in self._indexes)
 
     def entry(self, row: StoreRow) -> PageEntry:
         """What the catalogue says of the page in ``row``; the salt is not recoverable.
@@ -233,7 +232,7 @@ class PageStore:
         """All pages that the store holds as the iteration starts, in the order of their rows."""
         self._check_open()
         with self._lock:
-            rows = sorted(row for _, row in self._index)
+            rows = sorted(row for index in self._indexes for _, row in index)
         for row in rows:
             yield row, self.entry(row)
 
@@ -275,7 +274,7 @@ class PageStore:
         with self._lock:
             self._check_open()
             for entry, page in zip(entries, pages, strict=True):
-                row = self._index.get(entry.key)
+                row = self._indexes[group].get(entry.key)
                 if row is None:
                     fresh.setdefault(entry.key, (entry, page))
                 else:
@@ -355,10 +354,12 @@ class PageStore:
         self._check_open()
         with self._lock:
             self._space.check_invariants()
-            self._index.check_invariants()
-            for key, row in self._index:
-                _, segment, place = self._locate(row)
-                assert segment.keys[place] == key
+            for number, index in enumerate(self._indexes):
+                index.check_invariants()
+                for key, row in index:
+                    _, segment, place = self._locate(row)
+                    assert row.group == number
+                    assert segment.keys[place] == key
 
     def _load_lanes(self) -> None:
         own = None if self._lane_lock is None else self._lane_lock.lane
@@ -402,7 +403,7 @@ class PageStore:
         target.segments[segment.number] = segment
         first = segment.number * target.geometry.rows
         return {
-            key: self._index.add(key, StoreRow(lane, group, first + place))
+            key: self._indexes[group].add(key, StoreRow(lane, group, first + place))
             for place, key in enumerate(segment.keys)
             if key is not None
         }
@@ -451,7 +452,7 @@ class PageStore:
                 key = segment.keys[place]
                 assert key is not None
                 keys.append(key)
-                self._num_damaged_pages += self._index.remove(key, row)
+                self._num_damaged_pages += self._indexes[row.group].remove(key, row)
         message = (
             f"{len(rows)} pages of {self.path} are damaged or gone, the first {keys[0].hex()} in"
             f" {rows[0]}: compute them again"
@@ -488,12 +489,19 @@ def _register(store: PageStore) -> PageStore:
 
 def _require_no_writer(path: Path) -> None:
     for store in list(_open_stores):
-        if store._lane_lock is not None and store.path.samefile(path):
+        if store._lane_lock is not None and _is_same(store.path, path):
             raise StoreLockedError(
                 f"{path} is already open for writing in this process"
                 f" ({holder_of(store._lane_lock.path)}, lane {store._lane_lock.lane}):"
                 " share that PageStore, or close it first"
             )
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except FileNotFoundError:  # the folder of an open store was removed
+        return False
 
 
 def _after_fork_in_child() -> None:

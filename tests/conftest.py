@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from pagedkv import files
+
 # A test fails for what it finds, not for how long this machine took; CI tries the same examples
 # in every run, so that a change is not blamed for what another run would have found.
 settings.register_profile("pagedkv", deadline=None, derandomize="CI" in os.environ)
@@ -41,3 +43,10 @@ def smollm2(smollm2_folder: Path) -> tuple[Any, Any]:
     from pagedkv_adapters.demo.model import load
 
     return load(smollm2_folder)
+
+
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for the disk, where a test is not about what survives a power cut."""
+    for name in ("sync_file", "sync_dir"):
+        monkeypatch.setattr(files, name, lambda _: None)

@@ -1,13 +1,15 @@
 """Small specs, and numbers for them that depend on nothing but a name."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import Int8, KVSpec
+from pagedkv import Int8, KVSpec, PagedKVCache, Sequence
 
 Array = npt.NDArray[Any]
 
@@ -31,7 +33,7 @@ def make_page(spec: KVSpec, number: int) -> Array:
     return rng.standard_normal(spec.page_shape).astype(spec.np_dtype)
 
 
-def make_pages(spec: KVSpec, numbers: Sequence[int]) -> Array:
+def make_pages(spec: KVSpec, numbers: Seq[int]) -> Array:
     """Pages, ``(page, layer, kind, token, head, channel)``."""
     shape = (len(numbers), *spec.page_shape)
     pages = np.empty(shape, dtype=spec.np_dtype)
@@ -67,3 +69,53 @@ def through_int8(spec: KVSpec, page: Array) -> Array:
         codec.encode(spec, page[layer], payload)
         codec.decode(spec, payload, back[layer])
     return back
+
+
+def state_of(cache: PagedKVCache, *sequences: Sequence) -> dict[str, Any]:
+    """All that must not change when a call is refused."""
+    cache.check_invariants()
+    stats = cache.stats()
+    state: dict[str, Any] = {
+        name: getattr(stats, name)
+        for name in (
+            "num_free_slots",
+            "num_pages_evicted",
+            "num_pages_held",
+            "num_pages_loaded",
+            "num_pages_spilled",
+            "num_pages_stored",
+            "num_pinned_slots",
+            "store_nbytes",
+        )
+    }
+    for number, group in enumerate(cache._groups):
+        places = group.places
+        state[f"keys of group {number}"] = {
+            key: (page.slot, page.row, page.ref_count) for key, page in places.index.items()
+        }
+        state[f"ranking of group {number}"] = list(places._policy.victims())
+        state[f"pool of group {number}"] = bits(places.pool.array)
+        state[f"spilled of group {number}"] = 0 if places.spill is None else places.spill.num_used
+    if cache.store is not None:
+        state["pages on disk"] = cache.store.num_pages
+    for number, sequence in enumerate(sequences):
+        state[f"sequence {number}"] = (
+            sequence.num_tokens,
+            sequence.tokens.tolist(),
+            sequence.num_pages,
+            list(sequence._filled),
+        )
+        for layer in range(cache.num_layers):
+            with sequence.gather(layer) as kinds:
+                state[f"sequence {number}, layer {layer}"] = [bits(kind) for kind in kinds]
+    return state
+
+
+@contextmanager
+def unchanged(cache: PagedKVCache, *sequences: Sequence) -> Iterator[None]:
+    """The block leaves the cache and the sequences as they are."""
+    before = state_of(cache, *sequences)
+    yield
+    after = state_of(cache, *sequences)
+    # gather reads slices from disk, which counts nothing that is compared here
+    assert after == before

@@ -9,8 +9,10 @@ import errno
 import os
 import random
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +30,7 @@ from cache_model import (
     token_hashes,
     token_kv,
 )
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -121,7 +124,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.store_tokens = store_tokens
         self.folder = Path(tempfile.mkdtemp(prefix="pagedkv-machine-"))
         self.disk = Disk()
-        self.patches = self.disk.patches()
         self.is_read_only = False
         self.was_damaged = False
         self.pages = KnownPages(lossy=self.is_lossy)
@@ -130,10 +132,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.acquired: list[tuple[ExitStack, list[Array], list[bytes]]] = []
         self.gathered: list[tuple[ExitStack, tuple[Array, ...], list[bytes]]] = []
         self.open_cache(num_slots)
+        self.patches = self.disk.patches()
 
     @property
     def is_lossy(self) -> bool:
         return self.codec == "int8"
+
+    @property
+    def can_write(self) -> bool:
+        """Whether there is a store that takes pages."""
+        return self.has_store and not self.is_read_only
 
     @property
     def keeps_all(self) -> bool:
@@ -284,7 +292,9 @@ class CacheMachine(RuleBasedStateMachine):
         self, ids: list[int], salt: bytes, extra: bytes | None, flavour: int, blank: bool
     ) -> None:
         prompt = [] if blank else ids
-        seq = self.attempt(lambda: self.cache.open_sequence(prompt, salt, extra), may_exhaust=True)
+        seq = self.attempt(
+            lambda: self.cache.open_sequence(prompt, salt, extra), may_exhaust=not self.can_write
+        )
         if seq is FAILED:
             return
         model = ModelSequence(salt=salt, extra=extra, flavour=flavour, num_layers=self.num_layers)
@@ -368,7 +378,7 @@ class CacheMachine(RuleBasedStateMachine):
         several = self.num_groups > 1
         done = self.attempt(
             lambda: seq.append(ks if several else ks[0], vs if several else vs[0], ids),
-            may_exhaust=True,
+            may_exhaust=not self.can_write,
         )
         if done is FAILED and seq.num_tokens == start:
             return
@@ -400,7 +410,7 @@ class CacheMachine(RuleBasedStateMachine):
         model.plan(start + count, fresh)
         values = self.new_kv(model, layer, start, count)
         k, v = values[:, 0], values[:, 1]
-        done = self.attempt(lambda: seq.append_layer(layer, k, v), may_exhaust=True)
+        done = self.attempt(lambda: seq.append_layer(layer, k, v), may_exhaust=not self.can_write)
         if done is not FAILED:
             model.layers[layer] += list(values)
 
@@ -553,17 +563,17 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             if stored and self.keeps_all:
                 self.pages.mark_durable(self.pages.ids())
-        for seq, _ in self.sequences:
-            with pytest.raises(pk.ClosedError):
-                seq.append(*self.no_tokens())
+            for seq, _ in self.sequences:
+                with pytest.raises(pk.ClosedError):
+                    seq.append(*self.no_tokens())
         self.start_again(num_slots, read_only=read_only)
 
     @rule(num_slots=slots)
     def crash(self, num_slots: int) -> None:
         """Lose all that is not on disk, and start again on the same store."""
         self.let_go()
-        self.abandon()
         self.disk.writes_left = None
+        self.abandon()
         self.start_again(num_slots, read_only=False)
 
     def abandon(self) -> None:
@@ -633,22 +643,26 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         try:
-            self.disk.writes_left = None
-            self.let_go()
-            for seq, _ in self.sequences:
-                seq.close()
-            self.sequences.clear()
-            self.bookkeeping_agrees()
-            for number, key in self.pages.ids():
-                self.get_pages(number, [key])
-            self.reopen(2, read_only=True)
-            for number, key in self.pages.ids():
-                self.get_pages(number, [key])
-            self.bookkeeping_agrees()
+            if sys.exc_info()[0] is None:
+                self.check_all_pages()
         finally:
-            self.abandon()
             self.patches.close()
+            self.abandon()
             shutil.rmtree(self.folder)
+
+    def check_all_pages(self) -> None:
+        """Close the sequences, ask for every page that was ever put, also after a restart."""
+        self.disk.writes_left = None
+        self.let_go()
+        for seq, _ in self.sequences:
+            seq.close()
+        self.sequences.clear()
+        for restart in (False, True):
+            if restart:
+                self.reopen(2, read_only=True)
+            for number, key in self.pages.ids():
+                self.get_pages(number, [key])
+            self.bookkeeping_agrees()
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -657,9 +671,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             return call()
         except pk.PoolExhaustedError:
-            assert may_exhaust or self.num_pinned(), "no slot, though none is in use"
-            if self.has_store and not self.is_read_only and not may_exhaust:
-                assert self.some_pool_is_pinned()
+            assert may_exhaust or self.some_pool_is_taken(), "there was a slot to be had"
         except pk.CorruptPageError:
             assert self.was_damaged
         except pk.StoreFullError:
@@ -672,9 +684,16 @@ class CacheMachine(RuleBasedStateMachine):
     def num_pinned(self) -> int:
         return self.cache.stats().num_pinned_slots
 
-    def some_pool_is_pinned(self) -> bool:
-        pools = [group.places.pool for group in self.cache._groups]
-        return any(pool.num_pinned == pool.num_slots for pool in pools)
+    def some_pool_is_taken(self) -> bool:
+        """Whether each slot of a pool is pinned, or holds a page that has nowhere else to go."""
+        for group in self.cache._groups:
+            pool = group.places.pool
+            num_taken = pool.num_pinned
+            if not self.can_write:
+                num_taken += group.places.num_resident_held
+            if num_taken >= pool.num_slots:
+                return True
+        return False
 
     def let_go(self) -> None:
         while self.acquired:
@@ -773,10 +792,23 @@ class DamagingDiskMachine(CacheMachine):
         ]
 
 
-TestRawStore = RawStoreMachine.TestCase
-TestNoStore = NoStoreMachine.TestCase
-TestInt8Store = Int8StoreMachine.TestCase
-TestTwoGroups = TwoGroupsMachine.TestCase
-TestSmallStore = SmallStoreMachine.TestCase
-TestFailingDisk = FailingDiskMachine.TestCase
-TestDamagingDisk = DamagingDiskMachine.TestCase
+def case_of(machine: type[CacheMachine], max_examples: int) -> type:
+    """The machine as a test case: the same examples in every run."""
+    case = machine.TestCase
+    case.settings = settings(
+        derandomize=True,
+        deadline=None,
+        max_examples=max_examples,
+        stateful_step_count=40,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    return case
+
+
+TestRawStore = case_of(RawStoreMachine, 60)
+TestNoStore = case_of(NoStoreMachine, 80)
+TestInt8Store = case_of(Int8StoreMachine, 40)
+TestTwoGroups = case_of(TwoGroupsMachine, 40)
+TestSmallStore = case_of(SmallStoreMachine, 30)
+TestFailingDisk = case_of(FailingDiskMachine, 40)
+TestDamagingDisk = case_of(DamagingDiskMachine, 30)

@@ -152,6 +152,7 @@ def test_int8_of_zeros_is_zeros() -> None:
         ("bfloat16", ml_dtypes.finfo(ml_dtypes.bfloat16).max),
         ("float32", np.finfo(np.float32).smallest_subnormal),
         ("float32", np.float32(1.5e-43)),
+        ("float32", np.float32(2.6e-43)),
         ("float16", np.finfo(np.float16).smallest_subnormal),
     ],
 )

@@ -37,12 +37,10 @@ def test_new_files_and_folders_are_private_whatever_the_umask(tmp_path: Path) ->
     try:
         files.make_dir(tmp_path / "folder")
         files.write_atomic(tmp_path / "file", [b""])
-        os.close(files.open_lock(tmp_path / "lock"))
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
-    assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o600
 
 
 def test_writes_and_reads_go_on_after_the_system_took_only_some_bytes(
@@ -119,7 +117,7 @@ def test_remove_temps_removes_only_what_interrupted_writers_left(tmp_path: Path)
 
 
 def test_a_lock_has_one_holder_until_it_is_given_back(tmp_path: Path) -> None:
-    first, second = files.open_lock(tmp_path / "lock"), files.open_lock(tmp_path / "lock")
+    first, second = files.open_folder(tmp_path), files.open_folder(tmp_path)
     try:
         assert files.try_lock(first)
         assert not files.try_lock(second)
@@ -131,9 +129,9 @@ def test_a_lock_has_one_holder_until_it_is_given_back(tmp_path: Path) -> None:
 
 
 def test_locked_gives_the_lock_back_when_the_block_raises(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), files.locked(tmp_path / "lock"):
+    with pytest.raises(ZeroDivisionError), files.locked(tmp_path):
         raise ZeroDivisionError
-    fd = files.open_lock(tmp_path / "lock")
+    fd = files.open_folder(tmp_path)
     try:
         assert files.try_lock(fd)
     finally:

@@ -135,6 +135,9 @@ def test_bytes_that_agree_only_with_themselves_are_damaged(sample: Sample) -> No
     damaged, out = sample.read(list(range(NUM_PAGES)), other)
     assert damaged == [0, 1]
     assert same_bits(out[2:], sample.pages[2:])
+    layers = empty_like([page[1] for page in sample.pages])
+    assert sample.format.read_layers(sample.fd, list(range(NUM_PAGES)), 1, other, layers) == [0, 1]
+    assert same_bits(layers[2:], [page[1] for page in sample.pages[2:]])
 
 
 def test_a_truncated_file_keeps_the_pages_before_the_cut(sample: Sample) -> None:

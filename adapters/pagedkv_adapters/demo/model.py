@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pagedkv_adapters.demo.quiet import quiet_transformers
 
@@ -21,11 +21,11 @@ def load(folder: Path) -> tuple[PreTrainedModel, Any]:
         raise ValueError(f"{folder} is no folder: give the folder of a transformers model")
     try:
         with quiet_transformers():
+            AutoConfig.from_pretrained(folder, local_files_only=True)  # its errors are the clearest
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True
             )
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{folder} holds no model that can be loaded: {reason}") from error
+        raise ValueError(f"{folder} holds no model that can be loaded: {error}") from error
     return model, tokenizer

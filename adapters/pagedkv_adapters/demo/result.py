@@ -57,6 +57,13 @@ class DemoResult:
         """Time to first token of the full prefill over that of the resumed run."""
         return self.dynamic.ttft_s / self.resumed.ttft_s
 
+    def pages_evicted(self, run: Run) -> int:
+        """Pages that the pool had no room for: those that had to leave, or never got in.
+
+        The latter go to disk a layer at a time, and count by their layers.
+        """
+        return run.num_pages_evicted + run.num_slices_spilled // self.spec.held_layers
+
     def pages_loaded(self, run: Run) -> int:
         """Pages read back from disk; those read a layer at a time count by their layers."""
         return run.num_pages_loaded + run.num_slices_loaded // self.spec.held_layers
@@ -70,7 +77,7 @@ class DemoResult:
             "num_reused_tokens": self.resumed.num_reused_tokens,
             "kv_nbytes": self.kv_nbytes,
             "pool_nbytes": self.paged.pool_nbytes,
-            "pages_evicted": self.paged.num_pages_evicted,
+            "pages_evicted": self.pages_evicted(self.paged),
             "pages_loaded": self.pages_loaded(self.paged),
             "ttft_full_s": self.dynamic.ttft_s,
             "ttft_paged_s": self.paged.ttft_s,
@@ -107,12 +114,12 @@ class DemoResult:
     def _rows(self) -> Iterator[tuple[str, ...]]:
         first, *others = self.runs.values()
         same = ["yes" if r.output_tokens == first.output_tokens else "NO" for r in others]
-        yield ("tokens as DynamicCache's", f"{len(first.output_tokens)} tokens", *same)
+        yield ("tokens identical", f"{len(first.output_tokens)} tokens", *same)
         held = [pk.format_nbytes(run.pool_nbytes) for run in others]
         yield ("KV in memory", pk.format_nbytes(self.kv_nbytes), *held)
         shares = [f"{run.pool_nbytes / self.kv_nbytes:.0%}" for run in others]
         yield ("  of what the KV needs", "100%", *shares)
-        yield ("pages evicted", "", *(f"{run.num_pages_evicted:,}" for run in others))
+        yield ("pages evicted", "", *(f"{self.pages_evicted(run):,}" for run in others))
         yield ("pages loaded", "", *(f"{self.pages_loaded(run):,}" for run in others))
         yield ("prompt tokens reused", "", *(f"{run.num_reused_tokens:,}" for run in others))
         yield (
@@ -124,17 +131,33 @@ class DemoResult:
         yield ("time to last token", *(f"{run.total_s:.2f} s" for run in self.runs.values()))
 
     def _closing_lines(self) -> Iterator[Text]:
-        yield Text.assemble(
-            "\nThe first token came ",
-            (f"{self.speedup:.1f} times sooner", "bold"),
-            f" from disk. Tokens identical: {'yes' if self.tokens_identical else 'no'}.",
-        )
+        same = ("yes", "bold green") if self.tokens_identical else ("no", "bold red")
+        yield Text.assemble("\nTokens identical in all three runs: ", same, ".")
         if not self.tokens_identical and self.setup.codec == "int8":
-            yield Text("INT8 is an approximation: it may choose other words. raw is exact.")
-        size = pk.format_nbytes(self.resumed.store_nbytes)
-        yield Text(f"Store: {self.setup.store_path} ({size}, codec {self.setup.codec})")
-        yield Text("\nNext:")
-        codec = "raw" if self.setup.codec == "int8" else "int8"
-        yield Text(f"  pagedkv demo --codec {codec} --pool 25%")
-        yield Text("  pagedkv demo --prompt README.md --max-new-tokens 64")
-        yield Text("  pagedkv size --context 8192 --memory 8GiB")
+            yield Text("INT8 approximates and may choose other words; the codec raw is exact.")
+        yield Text.assemble(
+            "Resumed from the store, the first token came ",
+            (f"{self.speedup:.1f} times sooner", "bold"),
+            " than after the full prefill\n(the store's files were still in the system's cache).",
+        )
+        yield Text.assemble(
+            ("\nStore  ", "bold"),
+            f"{self.setup.store_path}, {pk.format_nbytes(self.resumed.store_nbytes)}, "
+            f"codec {self.setup.codec}",
+        )
+
+    def next_steps(self, program: str, python: str) -> list[Text]:
+        """What to type next, where ``program`` is the command and ``python`` its interpreter."""
+        other = "raw" if self.setup.codec == "int8" else "int8"
+        array = self.setup.store_path / "lane-0000" / f"group-{self.spec.group}" / "kv"
+        look = f"import zarr; print(zarr.open_array('{array}', mode='r').info)"
+        steps = (
+            ("a smaller pool, another codec", f"{program} demo --codec {other} --pool 25%"),
+            ("your own model and text", f"{program} demo --model DIR --prompt FILE"),
+            ("what longer contexts need", f"{program} size --context 8192 --memory 8GiB"),
+            ("the store in plain Zarr", f'{python} -c "{look}"'),
+        )
+        return [
+            Text("\nNext, try", style="bold"),
+            *(Text.assemble((f"  {what:<31}", "dim"), (line, "cyan")) for what, line in steps),
+        ]

@@ -49,6 +49,7 @@ class Run:
         num_pages_evicted: Pages whose slot was taken from them.
         num_pages_loaded: Whole pages read from disk.
         num_slices_loaded: Single layers of pages read from disk for attention.
+        num_slices_spilled: Single layers of pages written to disk, for want of a slot.
         store_nbytes: Bytes of the store on disk when it was closed; 0 without one.
     """
 
@@ -60,6 +61,7 @@ class Run:
     num_pages_evicted: int = 0
     num_pages_loaded: int = 0
     num_slices_loaded: int = 0
+    num_slices_spilled: int = 0
     store_nbytes: int = 0
 
 
@@ -100,6 +102,7 @@ def run_paged(
             num_pages_evicted=stats.num_pages_evicted,
             num_pages_loaded=stats.num_pages_loaded,
             num_slices_loaded=stats.num_slices_loaded,
+            num_slices_spilled=stats.num_slices_spilled,
             store_nbytes=stats.store_nbytes,
         )
 

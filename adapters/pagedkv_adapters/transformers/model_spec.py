@@ -63,6 +63,11 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder: only causal models are supported")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError(
+            f"{name} attends to later tokens too (use_bidirectional_attention), so that the KV of "
+            "a prefix depends on what follows"
+        )
     if model.dtype not in _DTYPES:
         known = ", ".join(_DTYPES.values())
         raise ValueError(f"{name} computes in {model.dtype}: load it in one of {known}")

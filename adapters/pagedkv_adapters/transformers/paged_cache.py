@@ -20,6 +20,9 @@ Ids = npt.NDArray[np.int64]
 _UNKNOWN = -1
 """In place of a token id that was not seen."""
 
+_MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")
+"""How the arguments begin by which models take what is no text."""
+
 
 class PagedCache(Cache):
     """The KV of one sequence in a ``PagedKVCache``, in the shape that transformers expects.
@@ -120,7 +123,13 @@ class PagedCache(Cache):
                 f"output_ids hold {len(ids)} tokens, but the cache {num_tokens}: give all ids "
                 "that generate returned, the prompt included"
             )
-        _require_equal(self._seen[:num_tokens], ids, "output_ids", "the model was given")
+        seen = _with_unknown(self._seen, num_tokens)
+        if (seen == _UNKNOWN).any():
+            raise ValueError(
+                f"{int((seen == _UNKNOWN).sum())} of {num_tokens} tokens were not given as "
+                "input_ids (but as embeddings): their KV cannot be named by token ids"
+            )
+        _require_equal(seen, ids, "output_ids", "the model was given")
         self.sequence.commit(ids[:num_tokens])
 
     def save(self) -> None:
@@ -290,10 +299,18 @@ _WATCHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("cache")
-    if isinstance(cache, PagedCache):
-        input_ids = kwargs.get("input_ids", args[0] if args else None)
-        cache.begin_forward(input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+    given = (*args, *kwargs.values())
+    cache = next((value for value in given if isinstance(value, PagedCache)), None)
+    if cache is None:
+        return
+    media = [n for n, v in kwargs.items() if n.startswith(_MEDIA) and v is not None]
+    if media:
+        raise ValueError(
+            f"{', '.join(media)} given: PagedCache takes text only, since page keys name nothing "
+            "but token ids"
+        )
+    input_ids = kwargs.get("input_ids", args[0] if args else None)
+    cache.begin_forward(input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids"))
 
 
 def _require_equal(known: Ids, given: Ids, name: str, source: str, at: int = 0) -> None:

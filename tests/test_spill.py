@@ -1,0 +1,225 @@
+"""SpillFile: records come back bit for bit, or not at all."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kv_samples import bits, make_page, make_spec
+
+from pagedkv import CorruptPageError, StoreError, StoreFullError, files
+from pagedkv.spill import SpillFile
+
+SPEC = make_spec(num_layers=3)
+
+
+class Budget:
+    """Counts what is reserved, and refuses beyond a bound."""
+
+    def __init__(self, max_nbytes: float = float("inf")) -> None:
+        self.max_nbytes = max_nbytes
+        self.used = 0
+
+    def __call__(self, nbytes: int) -> None:
+        if self.used + nbytes > self.max_nbytes:
+            raise StoreFullError(f"no room for {nbytes}")
+        self.used += nbytes
+
+
+@pytest.fixture
+def spill(tmp_path: Path) -> Iterator[SpillFile]:
+    spill = SpillFile(SPEC, tmp_path, Budget())
+    yield spill
+    spill.close()
+
+
+def read(spill: SpillFile, record: int) -> bytes:
+    out = np.full(SPEC.page_shape, 7, SPEC.np_dtype)
+    spill.read_page(record, out)
+    return bits(out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_all_bits_come_back(tmp_path: Path, dtype: str) -> None:
+    spec = make_spec(dtype=dtype)
+    spill = SpillFile(spec, tmp_path, Budget())
+    raw = np.random.default_rng(0).bytes(spec.page_nbytes)  # NaN and infinity among them
+    page = np.frombuffer(raw, spec.np_dtype).reshape(spec.page_shape)
+    (record,) = spill.allocate(1)
+    spill.write_page(record, page)
+    out = np.empty_like(page)
+    spill.read_page(record, out)
+    assert bits(out) == raw
+    spill.close()
+
+
+def test_strided_pages_are_written_and_read(spill: SpillFile) -> None:
+    pool = np.zeros((3, 2, 5, 4, 1, 2), np.float32)
+    pool[:, :, 3] = make_page(SPEC, 1)
+    (record,) = spill.allocate(1)
+    spill.write_page(record, pool[:, :, 3])
+    spill.read_page(record, pool[:, :, 1])
+    assert bits(pool[:, :, 1]) == bits(make_page(SPEC, 1))
+    assert not pool[:, :, [0, 2, 4]].any()
+
+
+def test_layers_that_were_never_written_read_as_zeros(spill: SpillFile) -> None:
+    (record,) = spill.allocate(1)
+    spill.write_layer(record, 1, make_page(SPEC, 1)[1])
+    out = np.full(SPEC.page_shape, 7, np.float32)
+    spill.read_page(record, out)
+    assert not out[[0, 2]].any()
+    assert bits(out[1]) == bits(make_page(SPEC, 1)[1])
+
+
+def test_a_reused_record_shows_nothing_of_its_last_page(spill: SpillFile) -> None:
+    (record,) = spill.allocate(1)
+    spill.write_page(record, make_page(SPEC, 1))
+    spill.free(record)
+    assert spill.allocate(1) == [record]
+    assert not any(read(spill, record))
+    assert spill.nbytes == SPEC.page_nbytes
+
+
+def test_the_file_has_no_name_and_is_private(tmp_path: Path) -> None:
+    spill = SpillFile(SPEC, tmp_path, Budget())
+    assert list(tmp_path.iterdir()) == []
+    assert os.fstat(spill._file.fileno()).st_mode & 0o077 == 0
+    spill.close()
+
+
+def test_growth_is_reserved_and_reuse_is_not(tmp_path: Path) -> None:
+    budget = Budget()
+    spill = SpillFile(SPEC, tmp_path, budget)
+    records = spill.allocate(3)
+    assert budget.used == spill.nbytes == 3 * SPEC.page_nbytes
+    for record in records:
+        spill.free(record)
+    spill.allocate(2)
+    assert budget.used == 3 * SPEC.page_nbytes
+    spill.allocate(2)
+    assert budget.used == spill.nbytes == 4 * SPEC.page_nbytes
+    spill.close()
+
+
+def test_a_bound_that_has_no_room_changes_nothing(tmp_path: Path) -> None:
+    spill = SpillFile(SPEC, tmp_path, Budget(2 * SPEC.page_nbytes))
+    (record,) = spill.allocate(1)
+    with pytest.raises(StoreFullError):
+        spill.allocate(2)
+    assert (spill.num_used, spill.nbytes) == (1, SPEC.page_nbytes)
+    assert len({record, *spill.allocate(1)}) == 2
+    spill.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: b"",
+        lambda data: data[:10] + bytes([data[10] ^ 1]) + data[11:],
+        lambda data: bytes(len(data)),
+    ],
+)
+def test_damaged_bytes_are_refused_and_named(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    spill = SpillFile(SPEC, tmp_path, Budget())
+    (record,) = spill.allocate(1)
+    spill.write_page(record, make_page(SPEC, 1))
+    fd = spill._file.fileno()
+    data = damage(os.pread(fd, SPEC.page_nbytes, 0))
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, data, 0)
+    with pytest.raises(CorruptPageError, match=str(tmp_path)):
+        read(spill, record)
+    spill.close()
+
+
+def test_records_that_change_places_are_refused(tmp_path: Path) -> None:
+    spill = SpillFile(SPEC, tmp_path, Budget())
+    for record in spill.allocate(2):
+        spill.write_page(record, make_page(SPEC, record))
+    fd, size = spill._file.fileno(), SPEC.page_nbytes
+    first, second = os.pread(fd, size, 0), os.pread(fd, size, size)
+    os.pwrite(fd, second + first, 0)
+    with pytest.raises(CorruptPageError):
+        read(spill, 0)
+    spill.close()
+
+
+def test_a_failing_write_is_a_store_error_that_names_the_folder(
+    spill: SpillFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (record,) = spill.allocate(1)
+    spill.write_page(record, make_page(SPEC, 1))
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "pwrite_all", full)
+        with pytest.raises(StoreError, match=rf"{tmp_path}.*No space left"):
+            spill.write_layer(record, 0, make_page(SPEC, 2)[0])
+    assert read(spill, record) == bits(make_page(SPEC, 1))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match=str(tmp_path)):
+        SpillFile(SPEC, tmp_path, Budget())
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="missing"):
+        SpillFile(SPEC, tmp_path / "missing", Budget())
+
+
+class SpillMachine(RuleBasedStateMachine):
+    """Records against a dictionary of arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spill = SpillFile(SPEC, Path("/tmp"), Budget())
+        self.model: dict[int, np.ndarray] = {}
+        self.next_number = 1
+
+    @rule(count=st.integers(0, 4))
+    def allocate(self, count: int) -> None:
+        for record in self.spill.allocate(count):
+            assert record not in self.model
+            self.model[record] = np.zeros(SPEC.page_shape, np.float32)
+
+    @precondition(lambda self: self.model)
+    @rule(pick=st.integers(0, 9), layer=st.integers(0, 2))
+    def write_layer(self, pick: int, layer: int) -> None:
+        record = sorted(self.model)[pick % len(self.model)]
+        values = make_page(SPEC, self.next_number)[layer]
+        self.next_number += 1
+        self.spill.write_layer(record, layer, values)
+        self.model[record][layer] = values
+
+    @precondition(lambda self: self.model)
+    @rule(pick=st.integers(0, 9))
+    def free(self, pick: int) -> None:
+        record = sorted(self.model)[pick % len(self.model)]
+        self.spill.free(record)
+        del self.model[record]
+
+    @invariant()
+    def all_records_are_right(self) -> None:
+        assert self.spill.num_used == len(self.model)
+        for record, page in self.model.items():
+            assert read(self.spill, record) == bits(page)
+
+    def teardown(self) -> None:
+        self.spill.close()
+
+
+TestSpill = SpillMachine.TestCase

@@ -338,11 +338,16 @@ class PagedKVCache:
         if self.store is not None:
             self.store.close()
 
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether it was made in the process that forked this one."""
+        return os.getpid() != self._pid
+
     def check_usable(self) -> None:
         """Raise ``ClosedError`` if the cache is closed, or belongs to the parent process."""
         if self.is_closed:
             raise ClosedError("the cache is closed: make another")
-        if os.getpid() != self._pid:
+        if self.is_of_parent:
             raise ClosedError(
                 f"the cache belongs to process {self._pid} and cannot be used after a fork in "
                 f"process {os.getpid()}: make another there"
@@ -359,7 +364,6 @@ class PagedKVCache:
                     for page in sequence.table(number):
                         counts[id(page)] = counts.get(id(page), 0) + 1
                         assert page.ref_count > 0
-                        assert not page.is_lost
                 assert group.places.num_held == len(counts)
                 assert sum(counts.values()) == group.places.num_holders
 
@@ -408,7 +412,7 @@ def _checked_out(out: Array | None, num_pages: int, spec: KVSpec) -> Array:
 
 
 def _checked_specs(spec: KVSpec | Seq[KVSpec]) -> tuple[KVSpec, ...]:
-    specs = (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+    specs = (spec,) if isinstance(spec, KVSpec) else tuple(spec) if isinstance(spec, Seq) else ()
     if not specs or not all(isinstance(one, KVSpec) for one in specs):
         raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
     for what in ("model", "page_tokens"):
@@ -432,6 +436,8 @@ def _checked_counts(num_slots: int | Seq[int], num_specs: int) -> list[int]:
 def _check_store(store: PageStore | None, specs: tuple[KVSpec, ...]) -> None:
     if store is None:
         return
+    if store.is_closed:
+        raise ClosedError(f"the store at {store.path} is closed: open it again")
     if len(store.specs) != len(specs):
         raise SpecMismatchError(
             f"the store at {store.path} has {len(store.specs)} specs, the cache {len(specs)}"

@@ -84,8 +84,6 @@ class LayerGroup:
         with self._lock:
             slots = self._slots_for(count, after)
             try:
-                if len(slots) < count and not self.moves.can_write:
-                    raise self.moves.exhausted(count - len(slots))
                 records = self.moves.allocate_spill(count - len(slots))
             except BaseException:
                 for slot in slots:
@@ -145,7 +143,7 @@ class LayerGroup:
                 return page
             if other is None:
                 if self.moves.find_row(key) is None:
-                    page.key, page.parent, page.tokens, page.salt = key, parent, tokens, salt
+                    page.name(key, parent, tokens, salt)
                     self.places.index[key] = page
                 return page
             self.places.wait_ready([other])
@@ -165,14 +163,22 @@ class LayerGroup:
         return self.moves.find_row(key) is not None
 
     def load_tail(self, key: PageKey, after: Page | None) -> Page | None:
-        """A fresh private page with a saved tail's bytes, held once; ``None`` if it is damaged."""
+        """A fresh private page with a saved tail's bytes, held once.
+
+        ``None`` if the tail is damaged, or no slot can be had for it.
+        """
         source = Page()
         source.key, source.row = key, self.moves.find_row(key)
         values = np.empty(self.spec.page_shape, dtype=self.spec.np_dtype)
         with self._lock:
             lost = source.row is None or self.moves.read_pages([source], [values])
             self._counters.misses["corrupt"] += bool(lost)
-        return None if lost else self._new_filled(values, after)
+        if lost:
+            return None
+        try:
+            return self._new_filled(values, after)
+        except PoolExhaustedError:
+            return None
 
     def save_pages(self, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
         """Write what the store does not hold yet of a sequence's pages, durably, in one go.
@@ -216,12 +222,12 @@ class LayerGroup:
     # -- inside ------------------------------------------------------------------------------
 
     def _slots_for(self, count: int, after: Page | None) -> list[int]:
-        """Up to ``count`` slots for a sequence; none if all are in use and it can spill."""
+        """Slots for a sequence: ``count``, or as many as can be had if the others can spill."""
+        if not self.moves.can_write:
+            return self.moves.take_slots(count, at_least=count, spare_held=False, after=after)
         try:
             return self.moves.take_some(count, after)
         except PoolExhaustedError:
-            if not self.moves.can_write:
-                raise
             return []
 
     def _new_filled(self, values: Array, after: Page | None) -> Page:

@@ -266,9 +266,8 @@ class KeyedPages:
 
 def _keyed(keys: Sequence[PageKey], number: int) -> Page:
     page = Page()
-    page.key = keys[number]
     if isinstance(keys, PageKeys):
-        page.parent = keys.parents[number]
-        page.tokens = keys.tokens[number]
-        page.salt = keys.salt
+        page.name(keys[number], keys.parents[number], keys.tokens[number], keys.salt)
+    else:
+        page.key = keys[number]
     return page

@@ -90,7 +90,7 @@ class Mover:
                 if self._pool.num_free >= at_least:
                     return self._allocate(min(count, self._pool.num_free), after)
                 if not self.places.num_moving and not self.places.num_copying:
-                    raise self.exhausted(at_least)
+                    raise self._exhausted(at_least)
                 self.places.lock.wait()
             elif len(safe) < len(victims):
                 self._make_safe(missing - len(safe), spare_held=spare_held)
@@ -224,13 +224,11 @@ class Mover:
         """Records of the spill file for pages that never had a slot.
 
         Raises:
-            PoolExhaustedError: There is no writable store beside which to spill.
             StoreFullError: The store's bound leaves no room.
         """
         if not count:
             return []
-        if not self.can_write:
-            raise self.exhausted(count)
+        assert self.can_write
         return self.spill_file().allocate(count)
 
     def spill_file(self) -> SpillFile:
@@ -367,8 +365,7 @@ class Mover:
     def _allocate(self, count: int, after: Page | None) -> list[int]:
         return self._pool.allocate(count, None if after is None else after.slot)
 
-    def exhausted(self, count: int) -> PoolExhaustedError:
-        """The error that tells why ``count`` more slots cannot be had."""
+    def _exhausted(self, count: int) -> PoolExhaustedError:
         where = (
             "there is no store to spill to"
             if self.store is None
@@ -404,6 +401,6 @@ def _entry(page: Page, spec: KVSpec) -> PageEntry:
         key=page.key,
         num_tokens=spec.page_tokens,
         parent=page.parent,
-        tokens=page.tokens,
+        tokens=None if page.tokens is None else np.frombuffer(page.tokens, dtype=np.int32),
         salt=page.salt,
     )

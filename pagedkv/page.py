@@ -41,7 +41,8 @@ class Page:
         self.key: PageKey | None = None
         """Content address; ``None`` while the page is private to its sequences."""
         self.parent: PageKey | None = None
-        self.tokens: Tokens | None = None
+        self.tokens: bytes | None = None
+        """Token ids as int32: an array a page would cost another 100 bytes."""
         self.salt: bytes = b""
         self.slot: int | None = None
         self.spill: int | None = None
@@ -55,6 +56,10 @@ class Page:
         self.ranked: bool = False
         """Whether the eviction policy has it among its candidates."""
         self.state: PageState = PageState.READY
+
+    def name(self, key: PageKey, parent: PageKey, tokens: Tokens, salt: bytes) -> None:
+        """Give the page its key, and what the key was made of."""
+        self.key, self.parent, self.tokens, self.salt = key, parent, tokens.tobytes(), salt
 
     @property
     def is_shared(self) -> bool:

@@ -291,9 +291,9 @@ class Sequence:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._cache.is_closed or self._cache.is_of_parent:
+            return  # nothing is left to give up; the lock of a parent may be held for ever
         self._cache.forget(self)
-        if self._cache.is_closed:
-            return
         for number, group in enumerate(self._groups):
             group.release(self._tables[number])
         self._tables = [[] for _ in self._groups]

@@ -140,6 +140,11 @@ class PageStore:
         return self._header.codec
 
     @property
+    def is_closed(self) -> bool:
+        """Whether every call raises ``ClosedError``."""
+        return bool(self._closed)
+
+    @property
     def read_only(self) -> bool:
         """Whether the store was opened with mode ``"r"``."""
         return self._lane_lock is None

@@ -316,7 +316,7 @@ def test_acquire_of_more_than_the_pool_is_refused_and_pins_nothing(path: Path) -
         assert cache.stats().num_pinned_slots == 0
         with cache.acquire(KEYS[:2]):
             with (
-                pytest.raises(pk.PoolExhaustedError, match="2 are pinned"),
+                pytest.raises(pk.PoolExhaustedError, match="of 3 slots"),
                 cache.acquire(KEYS[2:4]),
             ):
                 pass
@@ -451,8 +451,8 @@ def test_over_a_read_only_store_sequences_must_fit(path: Path) -> None:
         sequence.append(*make_kv(SPEC, 8, seed=1))  # its clean pages make room
         with unchanged(cache, sequence), pytest.raises(pk.PoolExhaustedError, match="read-only"):
             sequence.append(*make_kv(SPEC, 1))
+        sequence.commit(range(20))
         with unchanged(cache, sequence), pytest.raises(pk.StoreError, match="can be written"):
-            sequence.commit(range(20))
             sequence.save()
 
 
@@ -663,6 +663,7 @@ def test_reading_goes_on_while_writing_fails(cache: pk.PagedKVCache, full_disk: 
     assert bits(cache.get(KEYS[:8])) == bits(PAGES[:8])
     with cache.acquire(KEYS[4:6]) as views:
         assert bits(views[1]) == bits(PAGES[5])
+    full_disk.is_on = False
 
 
 def test_an_open_that_fails_holds_nothing(path: Path, full_disk: FullDisk) -> None:
@@ -749,8 +750,8 @@ def test_a_damaged_prefix_is_reused_up_to_the_damage(path: Path, num_slots: int)
             with pytest.raises(pk.CorruptPageError) as error, sequence.gather(0):
                 pass
             assert error.value.keys == (keys[2],)
-            with pytest.raises(pk.CorruptPageError), sequence.gather(1):
-                pass
+            with sequence.gather(1) as (got, _):  # this layer is whole
+                assert bits(got) == bits(k[1])
             sequence.close()
             sequence = cache.open_sequence(range(16))
         assert sequence.num_tokens == 8
@@ -775,8 +776,8 @@ def test_damage_under_a_live_sequence_is_an_error_and_never_numbers(path: Path) 
         assert error.value.keys == (keys[3],)
         with sequence.gather(0, 12) as (got, _):
             assert bits(got) == bits(k[0, :12])
-        with cache.acquire(keys) as views:
-            assert len(views) <= 3
+        with cache.acquire(keys[3:]) as views:
+            assert views == []
         cache.check_invariants()
         with pytest.raises(pk.PageNotFoundError):
             cache.get(keys)
@@ -816,9 +817,10 @@ def test_a_store_that_lost_its_segments_is_a_cache_of_misses(path: Path) -> None
     with open_cache(path) as cache:
         cache.put(keys, pages)
     cache = open_cache(path)
-    for file in path.glob("lane-*/group-*/kv/c/**/*"):
-        if file.is_file():
-            file.unlink()
+    segments = list(path.glob("lane-*/group-*/kv/c.*"))
+    assert segments
+    for file in segments:
+        file.unlink()
     with cache:
         with pytest.raises(pk.PageNotFoundError):
             cache.get(keys)

@@ -96,9 +96,7 @@ def test_without_a_store_the_last_plain_keys_stay(memory_cache: pk.PagedKVCache)
 
 
 @pytest.mark.parametrize("num_pages", [3, 8, 20])
-def test_of_a_prefix_the_root_stays_longest(
-    memory_cache: pk.PagedKVCache, num_pages: int
-) -> None:
+def test_of_a_prefix_the_root_stays_longest(memory_cache: pk.PagedKVCache, num_pages: int) -> None:
     keys = pk.page_keys(SPEC, range(4 * num_pages))
     memory_cache.put(keys, PAGES[:num_pages])
     kept = min(num_pages, 8)
@@ -995,7 +993,10 @@ def test_a_used_policy_is_refused_and_a_shared_one_does_no_harm() -> None:
     with pytest.raises(ValueError, match="policy"):
         pk.PagedKVCache(SPEC, 2, policy=policy)
     policy = pk.LRU()
-    with pk.PagedKVCache(SPEC, 2, policy=policy) as one, pk.PagedKVCache(SPEC, 2, policy=policy) as two:
+    with (
+        pk.PagedKVCache(SPEC, 2, policy=policy) as one,
+        pk.PagedKVCache(SPEC, 2, policy=policy) as two,
+    ):
         for cache in (one, two):
             for number in range(8):
                 cache.put(KEYS[number : number + 1], PAGES[number : number + 1])

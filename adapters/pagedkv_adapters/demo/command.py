@@ -46,7 +46,8 @@ def run_demo(
 
     Raises:
         ValueError: An argument makes no sense; the message names it.
-        PagedKVError: Something that the demo needs is not installed, or a run failed.
+        PagedKVError: Something that the demo needs is not installed, a run failed, or the runs
+            generated different tokens although the codec is exact.
     """
     from rich.console import Console
 
@@ -56,11 +57,13 @@ def run_demo(
         result = _run(model, prompt, pool, codec, store, max_new_tokens, progress)
     if as_json:
         sys.stdout.write(json.dumps(result.to_dict(), indent=2) + "\n")
-        return
-    console = Console()
-    console.print(result.render())
-    for line in result.next_steps(*_program()):
-        console.print(line, soft_wrap=True)  # to be copied, so that lines stay whole
+    else:
+        console = Console()
+        console.print(result.render())
+        for line in result.next_steps(*_program()):
+            console.print(line, soft_wrap=True)  # to be copied, so that lines stay whole
+    if codec == "raw" and not result.tokens_identical:
+        raise pk.PagedKVError("the runs generated different tokens, which codec raw must not do")
 
 
 def pool_slots(pool: str, spec: pk.KVSpec, num_prompt_tokens: int) -> int:

@@ -884,7 +884,7 @@ def test_sizes_are_those_on_disk_and_in_memory(path: Path) -> None:
 
 
 def metadata_nbytes(cache: pk.PagedKVCache, put: Callable[[], None]) -> int:
-    """Bytes that Python and numpy hold more after ``put``; the pool is mapped, and not among them."""
+    """Bytes that Python and numpy hold more after ``put``; the pool is mapped, so not counted."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -909,7 +909,6 @@ def test_a_resident_page_costs_less_than_512_bytes_of_metadata(has_tokens: bool)
 
         nbytes = metadata_nbytes(cache, put)
         assert cache.stats().num_free_slots == 0
-        print(f"{nbytes / num_pages:.0f} bytes a page")
         assert nbytes / num_pages < 512
 
 
@@ -926,7 +925,6 @@ def test_pages_of_sequences_cost_less_than_512_bytes_of_metadata() -> None:
 
         nbytes = metadata_nbytes(cache, append)
         assert cache.stats().num_free_slots == 0
-        print(f"{nbytes / num_pages:.0f} bytes a page")
         assert nbytes / num_pages < 512
 
 

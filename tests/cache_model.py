@@ -60,6 +60,8 @@ class KnownPages:
 
     def __init__(self, *, lossy: bool) -> None:
         self.lossy = lossy
+        self.may_return = False
+        """Whether a page that was missed may be found later: a store lists damaged ones anew."""
         self._pages: dict[PageId, KnownPage] = {}
 
     def learn(self, spec: KVSpec, page_id: PageId, page: Array, *, certain: bool) -> None:
@@ -83,8 +85,10 @@ class KnownPages:
 
     def missed(self, page_id: PageId) -> None:
         """The cache has not found a page."""
-        known = self._pages.pop(page_id, None)
+        known = self._pages.get(page_id)
         assert known is None or not known.is_certain, "a page is gone that must be there"
+        if known is not None and not self.may_return:
+            del self._pages[page_id]
 
     def forget(self, page_id: PageId) -> None:
         """The cache has lost a page, and was allowed to."""
@@ -122,6 +126,7 @@ class KnownPages:
         """From now on nothing is certain: the disk was damaged."""
         for page in self._pages.values():
             page.is_certain = page.is_durable = False
+        self.may_return = True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 import importlib.util
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +53,11 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for the disk, where a test is not about what survives a power cut."""
     for name in ("sync_file", "sync_dir"):
         monkeypatch.setattr(files, name, lambda _: None)
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder that every user can reach, unlike ``tmp_path``."""
+    folder = Path(tempfile.mkdtemp())
+    yield folder
+    shutil.rmtree(folder)

@@ -1,9 +1,11 @@
 """Small specs, and numbers for them that depend on nothing but a name."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,3 +121,26 @@ def unchanged(cache: PagedKVCache, *sequences: Sequence) -> Iterator[None]:
     after = state_of(cache, *sequences)
     changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
     assert not changed, changed
+
+
+@contextmanager
+def not_writable(folder: Path) -> Iterator[None]:
+    """Take the permission to write from all that is in the folder, also where root runs the tests.
+
+    The folders above it must be open to everyone (``tempfile.mkdtemp``, not ``tmp_path``).
+    """
+    places = [folder, *folder.rglob("*")]
+    modes = {place: place.stat().st_mode for place in places}
+    for place in places:
+        place.chmod(0o555 if place.is_dir() else 0o444)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for place, mode in modes.items():
+            if place.exists():
+                place.chmod(mode)

@@ -20,6 +20,7 @@ from kv_samples import (
     make_page,
     make_pages,
     make_spec,
+    not_writable,
     state_of,
     through_int8,
     unchanged,
@@ -126,6 +127,15 @@ def test_use_of_a_prefix_keeps_its_root_longest(memory_cache: pk.PagedKVCache, h
     for number in range(4):
         memory_cache.put(KEYS[60 + number : 61 + number], PAGES[60 + number : 61 + number])
         assert memory_cache.match(keys) == 3 - number
+
+
+def test_what_is_acquired_was_used_last_when_it_is_given_back() -> None:
+    with pk.PagedKVCache(SPEC, 2) as cache:
+        cache.put(KEYS[:2], PAGES[:2])
+        with cache.acquire(KEYS[:1]):
+            cache.get(KEYS[1:2])
+        cache.put(KEYS[2:3], PAGES[2:3])
+        assert [cache.match([key]) for key in KEYS[:3]] == [1, 0, 1]
 
 
 def test_lru_and_fifo_choose_different_victims() -> None:
@@ -410,6 +420,20 @@ def test_no_page_is_written_twice(cache: pk.PagedKVCache) -> None:
     assert cache.stats().num_pages_stored == 8
 
 
+@pytest.mark.parametrize(("codec", "spills"), [("raw", False), ("int8", True)])
+def test_what_the_store_gives_back_exactly_is_not_spilled_too(
+    path: Path, codec: str, spills: bool
+) -> None:
+    with open_cache(path, 4, codec=codec) as cache:
+        sequence = cache.open_sequence()
+        sequence.append(*make_kv(SPEC, 16), range(16))
+        other = cache.open_sequence()
+        other.append(*make_kv(SPEC, 16, seed=1), range(100, 116))
+        stats = cache.stats()
+        assert stats.num_pages_stored >= 3
+        assert (stats.num_pages_spilled > 0) == spills
+
+
 def test_tokens_and_parents_reach_the_catalogue(path: Path) -> None:
     keys = pk.page_keys(SPEC, range(12), salt=b"tenant")
     with open_cache(path) as cache:
@@ -615,6 +639,33 @@ def test_a_sequence_that_cannot_spill_is_left_as_it_was(
             assert bits(k) == bits(np.concatenate([kv[0][layer], more[0][layer]]))
 
 
+def test_a_write_that_fails_half_way_loses_no_token(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, v = make_kv(SPEC, 3)
+    real = files.pwrite_all
+
+    def torn(fd: int, data: Any, offset: int) -> None:
+        real(fd, data[: len(data) - 8], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open_cache(path, 1) as cache:
+        cache.put(KEYS[:1], PAGES[:1])
+        with cache.acquire(KEYS[:1]):  # so that the sequence lives on disk
+            sequence = cache.open_sequence()
+            sequence.append(k[:, :2], v[:, :2])
+            with monkeypatch.context() as patch, pytest.raises(pk.StoreError, match=str(path)):
+                patch.setattr(files, "pwrite_all", torn)
+                sequence.append(k[:, 2:], v[:, 2:])
+            for count in (2, 3):
+                for layer in range(2):
+                    with sequence.gather(layer) as kinds:
+                        assert bits(kinds[0]) == bits(k[layer, :count])
+                        assert bits(kinds[1]) == bits(v[layer, :count])
+                if count == 2:
+                    sequence.append(k[:, 2:], v[:, 2:])
+
+
 def test_a_flush_that_fails_can_be_repeated(
     path: Path, cache: pk.PagedKVCache, full_disk: FullDisk
 ) -> None:
@@ -654,6 +705,27 @@ def test_a_save_or_commit_that_fails_can_be_repeated(
             assert reader.open_sequence(range(22)).num_tokens == 22
 
 
+def test_a_save_after_a_commit_that_failed_names_what_is_missing(
+    path: Path, full_disk: FullDisk
+) -> None:
+    specs = make_spec(group="a"), make_spec(group="b")
+    k, v = make_kv(SPEC, 22)
+    store = pk.PageStore.open(path, specs)
+    with pk.PagedKVCache(specs, 1, store) as cache:
+        sequence = cache.open_sequence()
+        sequence.append([k, k], [v, v])
+        full_disk.is_on = True
+        with pytest.raises(pk.StoreError, match=str(path)):
+            sequence.commit(range(22))
+        full_disk.is_on = False
+        sequence.save()
+        with cache.open_sequence(range(22)) as again:
+            assert again.num_tokens == 22
+            for layer in range(4):
+                with again.gather(layer) as kinds:
+                    assert bits(kinds[0]) == bits(k[layer % 2])
+
+
 def test_reading_goes_on_while_writing_fails(cache: pk.PagedKVCache, full_disk: FullDisk) -> None:
     cache.put(KEYS[:8], PAGES[:8])
     cache.flush()
@@ -662,6 +734,31 @@ def test_reading_goes_on_while_writing_fails(cache: pk.PagedKVCache, full_disk: 
     with cache.acquire(KEYS[4:6]) as views:
         assert bits(views[1]) == bits(PAGES[5])
     full_disk.is_on = False
+
+
+def test_a_folder_that_becomes_read_only_keeps_what_is_in_memory(public_folder: Path) -> None:
+    kv = make_kv(SPEC, 7)
+    with open_cache(public_folder / "cache.zarr", 4) as cache:
+        cache.put(KEYS[:2], PAGES[:2])
+        sequence = cache.open_sequence()
+        sequence.append(*kv)
+        with not_writable(public_folder):
+            message = rf"{public_folder}.*Permission denied"
+            with unchanged(cache, sequence):
+                for call in (
+                    lambda: cache.put(KEYS[2:3], PAGES[2:3]),
+                    lambda: sequence.append(*kv),
+                    cache.flush,
+                ):
+                    with pytest.raises(pk.StoreError, match=message):
+                        call()
+            with pytest.raises(pk.StoreError, match=message):
+                pk.PageStore.open(public_folder / "new.zarr", SPEC)
+            with pytest.raises(PermissionError, match="pool"):
+                pk.PagedKVCache(SPEC, 2, pool_path=public_folder / "pool")
+        sequence.append(*kv)
+        cache.put(KEYS[2:3], PAGES[2:3])
+        assert bits(cache.get(KEYS[:3])) == bits(PAGES[:3])
 
 
 def test_an_open_that_fails_holds_nothing(path: Path, full_disk: FullDisk) -> None:

@@ -67,30 +67,45 @@ class Disk:
 
     def __init__(self) -> None:
         self.writes_left: int | None = None
+        self.reads_left: int | None = None
 
     @property
     def is_broken(self) -> bool:
-        return self.writes_left is not None
+        return self.writes_left is not None or self.reads_left is not None
 
-    def checked(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def write(fd: int, *args: Any) -> Any:
-            if self.writes_left is not None:
-                if self.writes_left == 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self.writes_left -= 1
-            return real(fd, *args)
-
-        return write
+    def mend(self) -> None:
+        self.writes_left = self.reads_left = None
 
     def patches(self) -> ExitStack:
         """Put it in place; without fsync, which shows nothing here and takes the time."""
+        real_read = files.pread_into
+
+        def read(fd: int, out: Any, offset: int) -> int:
+            if self.reads_left is not None:
+                if self.reads_left == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                self.reads_left -= 1
+            return real_read(fd, out, offset)
+
         stack = ExitStack()
+        stack.enter_context(mock.patch.object(files, "pread_into", read))
         for name in ("write_all", "pwrite_all"):
-            real = getattr(files, name)
-            stack.enter_context(mock.patch.object(files, name, self.checked(real)))
+            failing = self._failing(getattr(files, name))
+            stack.enter_context(mock.patch.object(files, name, failing))
         for name in ("sync_file", "sync_dir"):
             stack.enter_context(mock.patch.object(files, name, lambda _: None))
         return stack
+
+    def _failing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def write(fd: int, data: Any, *offset: int) -> Any:
+            if self.writes_left is not None:
+                if self.writes_left == 0:
+                    real(fd, data[: len(data) // 2], *offset)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self.writes_left -= 1
+            return real(fd, data, *offset)
+
+        return write
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -574,7 +589,7 @@ class CacheMachine(RuleBasedStateMachine):
     def reopen(self, num_slots: int, read_only: bool) -> None:
         """Close the cache with all that is open in it, and start again on the same store."""
         self.let_go()
-        self.disk.writes_left = None
+        self.disk.mend()
         stored = self.has_store and not self.is_read_only
         try:
             self.cache.close()
@@ -594,7 +609,7 @@ class CacheMachine(RuleBasedStateMachine):
     def crash(self, num_slots: int) -> None:
         """Lose all that is not on disk, and start again on the same store."""
         self.let_go()
-        self.disk.writes_left = None
+        self.disk.mend()
         self.abandon()
         self.start_again(num_slots, read_only=False)
 
@@ -675,7 +690,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_all_pages(self) -> None:
         """Close the sequences, ask for every page that was ever put, also after a restart."""
-        self.disk.writes_left = None
+        self.disk.mend()
         self.let_go()
         for seq, _ in self.sequences:
             seq.close()
@@ -775,18 +790,22 @@ class SmallStoreMachine(CacheMachine):
 
 
 class FailingDiskMachine(CacheMachine):
-    """A disk that is full, at times in the midst of a write."""
+    """A disk that is full, at times in the midst of a write, or cannot be read."""
 
     num_groups = 2
 
     @rule(writes_left=st.integers(0, 6))
-    def break_disk(self, writes_left: int) -> None:
+    def fill_disk(self, writes_left: int) -> None:
         self.disk.writes_left = writes_left
+
+    @rule(reads_left=st.integers(0, 6))
+    def break_disk(self, reads_left: int) -> None:
+        self.disk.reads_left = reads_left
 
     @precondition(lambda self: self.disk.is_broken)
     @rule()
     def mend_disk(self) -> None:
-        self.disk.writes_left = None
+        self.disk.mend()
 
 
 class DamagingDiskMachine(CacheMachine):

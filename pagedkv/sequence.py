@@ -225,8 +225,11 @@ class Sequence:
         self._check_extra(num_full)
         if len(ids) > len(self._tokens):
             self._tokens = ids
-        for number, group in enumerate(self._groups):
-            self._name_pages(number, group, num_full)
+        named = [self._name_pages(number, num_full) for number in range(len(self._groups))]
+        for group, pages in zip(self._groups, named, strict=True):
+            is_wanted = self._cache.writes_through
+            group.store(pages if is_wanted else [page for page in pages if page.slot is None])
+            group.shed_spill(pages)
 
     def save(self) -> None:
         """Store all pages durably, the tail too, so that the sequence resumes token-exact.
@@ -391,9 +394,9 @@ class Sequence:
         pages = self._tables[number][first : _pages_of(start + len(kinds[0]), self._page_tokens)]
         slices.write_tokens(self._groups[number].moves, pages, local, offset, kinds)
 
-    def _name_pages(self, number: int, group: LayerGroup, num_full: int) -> None:
-        """Give keys to the full pages that have none yet; those on disk only go to the store."""
-        keys, table = self._keys[number], self._tables[number]
+    def _name_pages(self, number: int, num_full: int) -> list[Page]:
+        """Give keys to the full pages of one group that have none yet, and return those pages."""
+        group, keys, table = self._groups[number], self._keys[number], self._tables[number]
         named = []
         for at in range(len(keys), num_full):
             tokens = self._tokens[at * self._page_tokens : (at + 1) * self._page_tokens]
@@ -402,8 +405,7 @@ class Sequence:
             table[at] = group.give_key(table[at], key, parent, tokens, self._salt)
             keys.append(key)
             named.append(table[at])
-        group.store(named if self._cache.writes_through else [p for p in named if p.slot is None])
-        group.shed_spill(named)
+        return named
 
     def _next_key(self, number: int, tokens: Tokens) -> PageKey:
         """The key of ``tokens`` behind the pages that have keys."""

@@ -111,11 +111,13 @@ def _write(
         else:
             assert page.spill is not None
             spill = moves.spill_file()
-            slice_ = np.empty(places.spec.layer_shape, dtype=places.spec.np_dtype)
+            after = np.empty(places.spec.layer_shape, dtype=places.spec.np_dtype)
+            before = None
             if count < places.spec.page_tokens:
-                spill.read_layer(page.spill, layer, slice_)
-            _put(slice_, start, parts)
-            spill.write_layer(page.spill, layer, slice_)
+                spill.read_layer(page.spill, layer, after)
+                before = after.copy()
+            _put(after, start, parts)
+            spill.write_layer(page.spill, layer, after, before)
         done += count
         start = 0
 

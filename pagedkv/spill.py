@@ -7,7 +7,8 @@ a file without a name, as raw numbers, which is gone when its process is.
 
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.errors import CorruptPageError
+from pagedkv.errors import ClosedError, CorruptPageError
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
@@ -47,6 +48,10 @@ class SpillFile:
         self._free: list[int] = []
         self._num_records = 0
         self._crcs: dict[int, npt.NDArray[np.int64]] = {}
+        self._unwritten: dict[tuple[int, int], Array] = {}  # (record, layer) that a write harmed
+        self._idle = threading.Condition()
+        self._num_users = 0
+        self._is_closed = False
         self._where = f"the spill file in {folder}"
         with files.translated(folder):
             self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by close()
@@ -84,14 +89,36 @@ class SpillFile:
         """Give a record back."""
         with self._lock:
             del self._crcs[record]
+            for layer in range(self.spec.held_layers) if self._unwritten else ():
+                self._unwritten.pop((record, layer), None)
             self._free.append(record)
 
-    def write_layer(self, record: int, layer: int, values: Array) -> None:
-        """Write one layer, ``(kind, token, head, channel)``; ``StoreError`` if the disk fails."""
+    def write_layer(
+        self, record: int, layer: int, values: Array, before: Array | None = None
+    ) -> None:
+        """Write one layer, ``(kind, token, head, channel)``.
+
+        Args:
+            record: Of which page.
+            layer: Which layer of it.
+            values: What to write.
+            before: What the layer holds now; kept in memory if the write fails half-way, so that
+                nothing is lost.
+
+        Raises:
+            StoreError: The disk failed.
+            ClosedError: The file is closed.
+        """
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        with files.translated(self._where):
-            files.pwrite_all(self._file.fileno(), data, self._offset(record, layer))
+        try:
+            with self._open_file() as descriptor, files.translated(self._where):
+                files.pwrite_all(descriptor, data, self._offset(record, layer))
+        except BaseException:
+            if before is not None:
+                self._unwritten[record, layer] = before
+            raise
         self._crcs[record][layer] = google_crc32c.value(data)
+        self._unwritten.pop((record, layer), None)
 
     def write_page(self, record: int, page: Array) -> None:
         """Write a whole page, ``(layer, kind, token, head, channel)``."""
@@ -105,13 +132,17 @@ class SpillFile:
             CorruptPageError: The bytes are not those that were written.
             StoreError: The disk failed.
         """
+        kept = self._unwritten.get((record, layer))
+        if kept is not None:
+            out[...] = kept
+            return
         crc = int(self._crcs[record][layer])
         if crc == _UNWRITTEN:
             out[...] = np.zeros((), dtype=out.dtype)
             return
         data = np.empty(self._layer_nbytes, dtype=np.uint8)
-        with files.translated(self._where):
-            done = files.pread_into(self._file.fileno(), data, self._offset(record, layer))
+        with self._open_file() as descriptor, files.translated(self._where):
+            done = files.pread_into(descriptor, data, self._offset(record, layer))
         if done < len(data) or google_crc32c.value(data) != crc:
             raise CorruptPageError(
                 f"layer {layer} of a page of a live sequence came back damaged from {self._where}"
@@ -124,8 +155,26 @@ class SpillFile:
             self.read_layer(record, layer, out[layer])
 
     def close(self) -> None:
-        """Drop the file and all that is in it."""
-        self._file.close()
+        """Wait for reads and writes in progress, then drop the file and all that is in it."""
+        with self._idle:
+            self._is_closed = True
+            while self._num_users:
+                self._idle.wait()
+            self._file.close()
+
+    @contextmanager
+    def _open_file(self) -> Iterator[int]:
+        """The descriptor, which stays open inside the block; ``ClosedError`` if it is closed."""
+        with self._idle:
+            if self._is_closed:
+                raise ClosedError("the cache was closed meanwhile: make another")
+            self._num_users += 1
+        try:
+            yield self._file.fileno()
+        finally:
+            with self._idle:
+                self._num_users -= 1
+                self._idle.notify_all()
 
     def _offset(self, record: int, layer: int) -> int:
         return (record * self.spec.held_layers + layer) * self._layer_nbytes

@@ -149,6 +149,8 @@ class ModelSequence:
     layers: list[list[Array]] = field(default_factory=list)
     """For each layer its tokens' KV, each ``(kind, head, channel)``."""
     num_named: int = 0
+    family: object = field(default_factory=object)
+    """The same in all forks."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -185,6 +187,7 @@ class ModelSequence:
             names=list(self.names),
             layers=[list(layer) for layer in self.layers],
             num_named=self.num_named,
+            family=self.family,
         )
 
     def keys(self, spec: KVSpec, num_tokens: int) -> list[bytes]:

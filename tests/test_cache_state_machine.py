@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -108,6 +109,17 @@ class Disk:
         return write
 
 
+@dataclass(kw_only=True)
+class Gathered:
+    """What ``gather`` has given, and not taken back yet."""
+
+    stack: ExitStack
+    kinds: tuple[Array, ...]
+    copies: list[Array]
+    family: object
+    num_valid: int
+
+
 class CacheMachine(RuleBasedStateMachine):
     """The rules; its subclasses say what lies below the pool."""
 
@@ -147,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.tails = KnownPages(lossy=self.is_lossy)
         self.sequences: list[tuple[pk.Sequence, ModelSequence]] = []
         self.acquired: list[tuple[ExitStack, list[Array], list[bytes]]] = []
-        self.gathered: list[tuple[ExitStack, tuple[Array, ...], list[bytes]]] = []
+        self.gathered: list[Gathered] = []
         self.open_cache(num_slots)
         self.patches = self.disk.patches()
 
@@ -545,6 +557,9 @@ class CacheMachine(RuleBasedStateMachine):
         length = count % (model.num_tokens + 1)
         seq.truncate(length)
         model.cut(length)
+        for view in self.gathered:  # what was cut may be written anew
+            if view.family is model.family:
+                view.num_valid = min(view.num_valid, length)
         model.flavour = flavour
 
     @precondition(lambda self: self.sequences)
@@ -568,13 +583,15 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert [len(kind) for kind in kinds] == [length, length]
         self.check_kinds(kinds, model.layers[which][:length])
-        self.gathered.append((stack, kinds, [bits(kind) for kind in kinds]))
+        copies = [kind.copy() for kind in kinds]
+        self.gathered.append(
+            Gathered(stack=stack, kinds=kinds, copies=copies, family=model.family, num_valid=length)
+        )
 
     @precondition(lambda self: self.gathered)
     @rule(pick=picks)
     def give_gathered_back(self, pick: int) -> None:
-        stack, _, _ = self.gathered.pop(pick % len(self.gathered))
-        stack.close()
+        self.gathered.pop(pick % len(self.gathered)).stack.close()
 
     # -- the whole ---------------------------------------------------------------------------
 
@@ -655,8 +672,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_steps += 1
         for _, views, contents in self.acquired:
             assert [bits(view) for view in views] == contents
-        for _, kinds, contents in self.gathered:
-            assert [bits(kind) for kind in kinds] == contents
+        for view in self.gathered:
+            for kind, copy in zip(view.kinds, view.copies, strict=True):
+                assert bits(kind[: view.num_valid]) == bits(copy[: view.num_valid])
 
     @invariant()
     def bookkeeping_agrees(self) -> None:

@@ -1,6 +1,7 @@
 """``PagedKVCache``: pages in a pool, and below it a store, shared by sequences and by key."""
 
 import copy
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.arrays import as_int, check_pages
-from pagedkv.errors import ClosedError, SpecMismatchError
+from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError
 from pagedkv.group import LayerGroup
 from pagedkv.loading import Loader, LoadHandle
 from pagedkv.moves import Mover
@@ -29,6 +30,8 @@ from pagedkv.stats import CacheStats, Counters
 from pagedkv.store import PageStore
 
 Array = npt.NDArray[Any]
+
+_LOG = logging.getLogger("pagedkv")
 
 
 class PagedKVCache:
@@ -72,6 +75,8 @@ class PagedKVCache:
                 f"write_policy is {write_policy!r}: it must be 'on-evict' or 'write-through'"
             )
         ranking = LRU() if policy is None else policy
+        if isinstance(ranking, type):
+            raise TypeError(f"policy is the class {ranking.__name__}: give an object, made by it")
         if len(ranking):
             raise ValueError("policy ranks the pages of another cache already: give a fresh one")
         self.store = store
@@ -319,7 +324,9 @@ class PagedKVCache:
             )
 
     def close(self) -> None:
-        """Flush, then close the sequences, the store and the pool. A second call does nothing.
+        """Flush, then close the sequences and the store. A second call does nothing.
+
+        Cached pages for which the store's bound leaves no room are forgotten, and logged.
 
         Raises:
             StoreError: Some pages could not be written. The cache is still open: mend the cause
@@ -328,7 +335,11 @@ class PagedKVCache:
         if self.is_closed:
             return
         self.check_usable()
-        self.flush()
+        for group in self._groups:
+            try:
+                group.flush()
+            except StoreFullError as error:
+                _LOG.warning("the store is full, forgetting cached pages: %s", error)
         self.is_closed = True
         self._loader.close()
         for sequence in list(self._sequences):
@@ -436,6 +447,8 @@ def _checked_counts(num_slots: int | Seq[int], num_specs: int) -> list[int]:
 def _check_store(store: PageStore | None, specs: tuple[KVSpec, ...]) -> None:
     if store is None:
         return
+    if not isinstance(store, PageStore):
+        raise TypeError(f"store is {store!r}: give a PageStore, from PageStore.open(path, spec)")
     if store.is_closed:
         raise ClosedError(f"the store at {store.path} is closed: open it again")
     if len(store.specs) != len(specs):

@@ -101,6 +101,6 @@ class StoreHeader:
                 raise ValueError(f"{len(header.specs)} specs, {len(rows)} row counts")
             if not all(1 <= count <= MAX_SEGMENT_ROWS for count in rows):
                 raise ValueError(f"segments of {rows} rows")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StoreError(f"the attributes of {where} are damaged: {error!r}") from error
         return header

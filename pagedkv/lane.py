@@ -103,7 +103,8 @@ class LaneGroup:
         A torn or foreign chunk is logged, counted in ``num_torn_chunks`` and left out, and so is a
         segment whose file is gone.
         """
-        data, chunks = self._chunk_sizes(KV), self._chunk_sizes(CATALOG)
+        chunks = self._chunk_sizes(CATALOG)  # first: a writer makes a segment before its record
+        data = self._chunk_sizes(KV)
         self.next_segment = max([-1, *data, *chunks]) + 1
         loaded = []
         for number in sorted(chunks):
@@ -303,15 +304,21 @@ class LaneGroup:
         document = metadata.read_document(self.path / array)
         try:
             return None if document is None else int(document["shape"][0])
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError):
             return None
 
     def _set_capacity(self, num_segments: int) -> None:
         num_rows = num_segments * self.geometry.rows
-        for array in self._arrays:
-            path = self.path / array / METADATA
-            document = json.loads(files.read_bytes(path))
-            if document["shape"][0] != num_rows:
+        lengths = {array: self._num_rows(array) for array in self._arrays}
+        made: dict[str, bytes] = {}
+        if None in lengths.values():  # damaged meanwhile: they hold nothing that is not known
+            made = metadata.array_documents(
+                self.segment_format.spec, self.segment_format.codec, self.geometry
+            )
+        for array, length in lengths.items():
+            if length != num_rows:
+                path = self.path / array / METADATA
+                document = json.loads(files.read_bytes(path) if length is not None else made[array])
                 document["shape"][0] = num_rows
                 files.write_atomic(path, [json.dumps(document, indent=2).encode()])
         self._capacity = num_segments

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import StoreTimeoutError
+from pagedkv.errors import ClosedError, StoreTimeoutError
 
 Array = npt.NDArray[Any]
 
@@ -97,7 +97,10 @@ class Loader:
     def start(self, read: Callable[[], Array], out: Array, deadline: float | None) -> LoadHandle:
         """Begin to read; ``read`` returns fresh pages of the shape of ``out``."""
         handle = LoadHandle(out, deadline)
-        handle._future = self._threads.submit(handle._run, read)
+        try:
+            handle._future = self._threads.submit(handle._run, read)
+        except RuntimeError as error:  # shut down by a close() that runs beside this
+            raise ClosedError("the cache is closed: make another") from error
         return handle
 
     def close(self) -> None:

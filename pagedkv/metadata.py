@@ -27,7 +27,7 @@ def read_document(folder: Path) -> dict[str, Any] | None:
     """The document of the node in ``folder``; None if there is none, or a torn one."""
     try:
         document = json.loads(files.read_bytes(folder / METADATA))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) and "node_type" in document else None
 

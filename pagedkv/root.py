@@ -78,7 +78,7 @@ def set_max_nbytes(root: Path, max_nbytes: int) -> None:
 def _attributes(document: bytes, path: Path) -> dict[str, Any]:
     try:
         node = json.loads(document)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} is damaged: {error}") from error
     attributes = node.get("attributes") if isinstance(node, dict) else None
     return attributes if isinstance(attributes, dict) else {}

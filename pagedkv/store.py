@@ -101,6 +101,9 @@ class PageStore:
         if mode not in ("a", "r"):
             raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
         specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+        for one in specs or ():
+            if not isinstance(one, KVSpec):
+                raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
         bound = None if max_nbytes is None else parse_nbytes(max_nbytes)
         chosen = None if codec is None else get_codec(codec)
         place = Path(path).absolute()

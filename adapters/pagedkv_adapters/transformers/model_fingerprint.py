@@ -12,31 +12,38 @@ from transformers import PreTrainedModel
 
 import pagedkv as pk
 
-_FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+_FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, tuple[tuple[tuple[str, int, int], ...], str]] = (
+    WeakKeyDictionary()
+)
+"""State of the parameters when they were hashed, and their fingerprint."""
 
 _NOT_WEIGHTS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """What a configuration says beside the model: its dtype is a field of the ``KVSpec``."""
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Fingerprint of a model's weights, ``"sha256:..."``; computed once a model object.
+    """Fingerprint of a model's weights, ``"sha256:..."``; computed again when they change.
 
     A model as it was loaded from a folder has the fingerprint of the folder's files, the same in
     every engine. Any other is hashed tensor by tensor: one that exists only in memory, that was
-    loaded with another configuration than the folder's, or to which parameters were added (LoRA).
-
-    Values that were changed in place after loading are not noticed: give ``spec_for`` and
-    ``PagedCache`` a fingerprint of your own then.
+    loaded with another configuration than the folder's, to which parameters were added (LoRA), or
+    whose parameters were changed in place (torch counts that; ``tensor.data`` evades it).
     """
-    known = _FINGERPRINTS.get(model)
-    if known is None:
+    state = _state_of(model)
+    known_state, known = _FINGERPRINTS.get(model, (None, ""))
+    if known_state != state:
         folder = model.name_or_path
         if folder and _is_as_stored(model, Path(folder)):
             known = pk.fingerprint_files(folder)
         else:
             known = _fingerprint_tensors(model)
-        _FINGERPRINTS[model] = known
+        _FINGERPRINTS[model] = (state, known)
     return known
+
+
+def _state_of(model: PreTrainedModel) -> tuple[tuple[str, int, int], ...]:
+    """Which tensors are the model's parameters, and how often each was changed in place."""
+    return tuple((n, p.data_ptr(), p._version) for n, p in model.named_parameters())
 
 
 def _is_as_stored(model: PreTrainedModel, folder: Path) -> bool:
@@ -49,6 +56,8 @@ def _is_as_stored(model: PreTrainedModel, folder: Path) -> bool:
         with safe_open(shard, framework="pt") as tensors:
             stored.update(tensors.keys())
     if not {name for name, _ in model.named_parameters()} <= stored:
+        return False
+    if any(parameter._version for parameter in model.parameters()):
         return False
     return _identity_of(type(model.config).from_pretrained(folder)) == _identity_of(model.config)
 

@@ -1,5 +1,6 @@
 """``PagedCache``: one sequence of a ``PagedKVCache`` in the shape that transformers expects."""
 
+import inspect
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -156,7 +157,7 @@ class PagedCache(Cache):
     def begin_forward(
         self,
         input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
+        attention_mask: object,
         position_ids: torch.Tensor | None,
     ) -> None:
         """Look at the arguments of a forward pass before it is computed.
@@ -171,7 +172,14 @@ class PagedCache(Cache):
             self._seen = self._seen[:past]
             return
         new = _one_row(input_ids, "input_ids")
-        if attention_mask is not None and attention_mask.ndim == 2 and not attention_mask.all():
+        if not isinstance(attention_mask, torch.Tensor | None) or (
+            attention_mask is not None and attention_mask.ndim != 2
+        ):
+            raise ValueError(
+                "attention_mask must be (1, token), of ones, or left out: PagedCache cannot tell "
+                "what another mask hides"
+            )
+        if attention_mask is not None and not attention_mask.all():
             raise ValueError(
                 f"attention_mask hides {int((attention_mask == 0).sum())} tokens: PagedCache takes "
                 "unpadded prompts only; if none is padding, give "
@@ -299,18 +307,21 @@ _WATCHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = (*args, *kwargs.values())
-    cache = next((value for value in given if isinstance(value, PagedCache)), None)
+    values = (*args, *kwargs.values())
+    cache = next((value for value in values if isinstance(value, PagedCache)), None)
     if cache is None:
         return
-    media = [n for n, v in kwargs.items() if n.startswith(_MEDIA) and v is not None]
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
+    media = [n for n, v in given.items() if n.startswith(_MEDIA) and v is not None]
     if media:
         raise ValueError(
             f"{', '.join(media)} given: PagedCache takes text only, since page keys name nothing "
             "but token ids"
         )
-    input_ids = kwargs.get("input_ids", args[0] if args else None)
-    cache.begin_forward(input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+    cache.begin_forward(
+        given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
+    )
 
 
 def _require_equal(known: Ids, given: Ids, name: str, source: str, at: int = 0) -> None:

@@ -237,6 +237,7 @@ class LayerGroup:
             with self._lock:
                 self.places.wait_ready([page])
                 if page.slot is not None:
+                    self.places.free_spill(page)  # of an eviction that left the page after all
                     with self.places.copying([page]):
                         self._view(page)[...] = values
                 else:

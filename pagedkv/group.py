@@ -40,13 +40,15 @@ class LayerGroup:
         """Hold the longest leading run of ``keys`` that any tier has, for a sequence.
 
         Pages that are only on disk are read into the pool as far as slots can be had without
-        taking them from live sequences; the others stay where they are.
+        taking them from live sequences; the others are verified and stay where they are. The run
+        ends before the first damaged page.
         """
         with self._lock:
             run = self.keyed.hold_run(keys)
             num_resident = sum(page.slot is not None for page in run)
             try:
                 self.moves.promote(run, at_least=0, spare_held=True)
+                self.moves.check_stored(run)
             except BaseException:
                 for page in reversed(run):
                     self.places.drop_holder(page)

@@ -21,6 +21,9 @@ Array = npt.NDArray[Any]
 
 _LOG = logging.getLogger("pagedkv")
 _BATCH_NBYTES = 32 << 20
+_CHECK_PAGES = 8
+
+Row = tuple[int, int, int]
 
 
 class Mover:
@@ -146,13 +149,15 @@ class Mover:
     def read_pages(self, pages: Sequence[Page], out: Sequence[Array]) -> set[PageKey]:
         """Read whole pages from disk, each into ``(layer, kind, token, head, channel)``.
 
+        Where the store has another copy of a damaged page, that one is read.
+
         Returns:
             The keys of those whose bytes in the store are damaged or gone.
         """
         spilled = [
             (page.spill, to) for page, to in zip(pages, out, strict=True) if page.spill is not None
         ]
-        stored = [(page.row, to) for page, to in zip(pages, out, strict=True) if page.spill is None]
+        stored = [(page, to) for page, to in zip(pages, out, strict=True) if page.spill is None]
         lost: set[PageKey] = set()
         began = time.perf_counter()
         with self.places.unlocked():
@@ -160,16 +165,29 @@ class Mover:
                 assert self.places.spill is not None
                 assert record is not None
                 self.places.spill.read_page(record, to)
-            if stored:
-                assert self.store is not None
-                try:
-                    self.store.read([_row(row) for row, _ in stored], [to for _, to in stored])
-                except CorruptPageError as error:
-                    lost = {PageKey(key) for key in error.keys}
+        while stored:
+            damaged = self._read_rows([page.row for page, _ in stored], [to for _, to in stored])
+            stored = [(page, to) for page, to in stored if page.key in damaged]
+            for page, _ in stored:
+                assert page.key is not None
+                page.row = self.find_row(page.key)  # another copy, if there is one
+            lost |= {page.key for page, _ in stored if page.key and page.row is None}
+            stored = [(page, to) for page, to in stored if page.row is not None]
         self._counters.num_pages_loaded += len(pages)
         self._counters.bytes_read += len(pages) * self._spec.page_nbytes
         self._counters.read_seconds += time.perf_counter() - began
         return lost
+
+    def check_stored(self, pages: Sequence[Page]) -> None:
+        """Read pages that are only in the store and verify them, so that damage is found now.
+
+        Those that turn out damaged have lost their row afterwards (``Page.is_lost``).
+        """
+        rest = [page for page in pages if page.slot is None and page.spill is None]
+        for start in range(0, len(rest), _CHECK_PAGES):
+            batch = [page for page in rest[start : start + _CHECK_PAGES] if page.row is not None]
+            scratch = np.empty((len(batch), *self._spec.page_shape), dtype=self._spec.np_dtype)
+            self.read_pages(batch, list(scratch))
 
     def read_slices(self, pages: Sequence[Page], layer: int, out: Sequence[Array]) -> None:
         """Read one layer of pages from disk, each into ``(kind, token, head, channel)``.
@@ -295,6 +313,16 @@ class Mover:
 
     def _unsafe(self, pages: Iterable[Page], count: int) -> list[Page]:
         return list(islice((page for page in pages if not self._is_safe(page)), count))
+
+    def _read_rows(self, rows: Sequence[Row | None], out: Sequence[Array]) -> set[PageKey]:
+        """Read rows of the store without the lock; the keys of those that are damaged or gone."""
+        assert self.store is not None
+        with self.places.unlocked():
+            try:
+                self.store.read([_row(row) for row in rows], out)
+            except CorruptPageError as error:
+                return {PageKey(key) for key in error.keys}
+        return set()
 
     def _write(self, pages: Sequence[Page], *, spill: bool) -> None:
         """Write pages to the store, and (``spill``) exactly for the sequences that hold them."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -1418,3 +1418,31 @@ def test_state_of_sees_what_changes(cache: pk.PagedKVCache) -> None:
     assert before == state_of(cache, sequence)
     sequence.append(*make_kv(SPEC, 1))
     assert before != state_of(cache, sequence)
+
+
+def test_a_damaged_prefix_is_recomputed_once_and_found_again(path: Path) -> None:
+    ids = np.arange(40)
+    k, v = make_kv(SPEC, 40)
+
+    def run() -> tuple[int, Mapping[str, int]]:
+        """Reuse, compute the rest, name it, and look at all of it; tokens reused, and misses."""
+        with open_cache(path, 2) as cache, cache.open_sequence(ids) as sequence:
+            reused = sequence.num_tokens
+            if reused < 40:
+                sequence.append(k[:, reused:], v[:, reused:])
+                sequence.commit(ids)
+            for layer in range(2):
+                with sequence.gather(layer) as (keys, values):
+                    assert (bits(keys), bits(values)) == (bits(k[layer]), bits(v[layer]))
+            return reused, cache.stats().misses_by_reason
+
+    assert run()[0] == 0
+    assert run() == (40, {})
+    segment = min((path / "lane-0000" / "group-0" / "kv").glob("c.*"))
+    damaged = bytearray(segment.read_bytes())
+    damaged[0] ^= 1  # some page of the prefix: found when it is opened, not in the middle of it
+    segment.write_bytes(damaged)
+    reused, misses = run()
+    assert reused < 40
+    assert misses["corrupt"] >= 1
+    assert run() == (40, {})

@@ -752,3 +752,32 @@ def test_the_pages_hold_what_dynamic_cache_holds(
             with cache.sequence.gather(number) as (keys, values):
                 np.testing.assert_array_equal(keys, layer.keys[0].transpose(0, 1).numpy())
                 np.testing.assert_array_equal(values, layer.values[0].transpose(0, 1).numpy())
+
+
+@pytest.mark.parametrize("form", ["four axes", "positional", "positional position_ids"])
+def test_masks_and_positions_are_seen_in_every_form(
+    form: str, model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
+) -> None:
+    count = prompt.shape[1]
+    mask = torch.ones_like(prompt)
+    mask[0, :5] = 0
+    shifted = torch.arange(1, count + 1)[None]
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "four axes": ((prompt,), {"attention_mask": torch.ones(1, 1, count, count).tril().bool()}),
+        "positional": ((prompt, mask), {}),
+        "positional position_ids": ((prompt, None, shifted), {}),
+    }
+    args, kwargs = arguments[form]
+    with PagedCache.from_prompt(model, prompt, kv) as cache:
+        with torch.no_grad(), pytest.raises(ValueError, match="attention_mask|position_ids"):
+            model(*args, cache=cache, **kwargs)
+        assert cache.get_seq_length() == 0
+
+
+def test_a_weight_changed_in_place_changes_the_fingerprint(model: PreTrainedModel) -> None:
+    before = fingerprint(model)
+    weight = next(model.parameters())
+    with torch.no_grad():
+        weight.add_(1.0)
+        assert fingerprint(model) != before
+        weight.sub_(1.0)

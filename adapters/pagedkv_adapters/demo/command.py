@@ -117,7 +117,8 @@ def _check_installed() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise pk.PagedKVError(
-            f"the demo needs {error.name}: pip install 'pagedkv[transformers]'"
+            f"the demo needs {error.name}: in a clone, pip install '.[transformers]' "
+            "(make demo does it)"
         ) from error
 
 

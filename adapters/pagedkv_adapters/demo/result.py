@@ -58,11 +58,12 @@ class DemoResult:
         return self.dynamic.ttft_s / self.resumed.ttft_s
 
     def pages_evicted(self, run: Run) -> int:
-        """Pages that the pool had no room for: those that had to leave, or never got in.
+        """Pages that the pool had no room for: those that had to leave, or never got in."""
+        return run.num_pages_evicted + self.pages_without_slot(run)
 
-        The latter go to disk a layer at a time, and count by their layers.
-        """
-        return run.num_pages_evicted + run.num_slices_spilled // self.spec.held_layers
+    def pages_without_slot(self, run: Run) -> int:
+        """Pages that went to disk from the start, a layer at a time; they count by their layers."""
+        return run.num_slices_spilled // self.spec.held_layers
 
     def pages_loaded(self, run: Run) -> int:
         """Pages read back from disk; those read a layer at a time count by their layers."""
@@ -78,6 +79,7 @@ class DemoResult:
             "kv_nbytes": self.kv_nbytes,
             "pool_nbytes": self.paged.pool_nbytes,
             "pages_evicted": self.pages_evicted(self.paged),
+            "pages_without_slot": self.pages_without_slot(self.paged),
             "pages_loaded": self.pages_loaded(self.paged),
             "ttft_full_s": self.dynamic.ttft_s,
             "ttft_paged_s": self.paged.ttft_s,
@@ -116,10 +118,12 @@ class DemoResult:
         same = ["yes" if r.output_tokens == first.output_tokens else "NO" for r in others]
         yield ("tokens identical", f"{len(first.output_tokens)} tokens", *same)
         held = [pk.format_nbytes(run.pool_nbytes) for run in others]
-        yield ("KV in memory", pk.format_nbytes(self.kv_nbytes), *held)
+        yield ("KV (pool)", pk.format_nbytes(self.kv_nbytes), *held)
         shares = [f"{run.pool_nbytes / self.kv_nbytes:.0%}" for run in others]
         yield ("  of what the KV needs", "100%", *shares)
-        yield ("pages evicted", "", *(f"{self.pages_evicted(run):,}" for run in others))
+        yield ("pages evicted to disk", "", *(f"{self.pages_evicted(run):,}" for run in others))
+        never = (f"{self.pages_without_slot(run):,}" for run in others)
+        yield ("  that never had a slot", "", *never)
         yield ("pages loaded", "", *(f"{self.pages_loaded(run):,}" for run in others))
         yield ("prompt tokens reused", "", *(f"{run.num_reused_tokens:,}" for run in others))
         yield (
@@ -135,11 +139,15 @@ class DemoResult:
         yield Text.assemble("\nTokens identical in all three runs: ", same, ".")
         if not self.tokens_identical and self.setup.codec == "int8":
             yield Text("INT8 approximates and may choose other words; the codec raw is exact.")
-        yield Text.assemble(
-            "Resumed from the store, the first token came ",
-            (f"{self.speedup:.1f} times sooner", "bold"),
-            " than after the full prefill\n(the store's files were still in the system's cache).",
-        )
+        if self.resumed.num_reused_tokens:
+            yield Text.assemble(
+                "Resumed from the store, the time to the first token was ",
+                (f"1/{self.speedup:.1f}", "bold"),
+                " of that of the full prefill\n"
+                "(the store's files were still in the system's cache).",
+            )
+        else:
+            yield Text("Nothing was reused: the prompt fills no page.")
         yield Text.assemble(
             ("\nStore  ", "bold"),
             f"{self.setup.store_path}, {pk.format_nbytes(self.resumed.store_nbytes)}, "

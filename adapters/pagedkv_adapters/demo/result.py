@@ -101,7 +101,7 @@ class DemoResult:
         table.add_column("")
         table.add_column("DynamicCache", justify="right")
         table.add_column("PagedKV, small pool", justify="right")
-        table.add_column("PagedKV, new process", justify="right")
+        table.add_column("new process", justify="right")
         for name, *cells in self._rows():
             table.add_row(name, *cells)
         return Group(*self._answers(), table, *self._closing_lines())
@@ -120,10 +120,10 @@ class DemoResult:
         held = [pk.format_nbytes(run.pool_nbytes) for run in others]
         yield ("KV (pool)", pk.format_nbytes(self.kv_nbytes), *held)
         shares = [f"{run.pool_nbytes / self.kv_nbytes:.0%}" for run in others]
-        yield ("  of what the KV needs", "100%", *shares)
+        yield ("  share of the KV", "100%", *shares)
         yield ("pages evicted to disk", "", *(f"{self.pages_evicted(run):,}" for run in others))
         never = (f"{self.pages_without_slot(run):,}" for run in others)
-        yield ("  that never had a slot", "", *never)
+        yield ("  never had a slot", "", *never)
         yield ("pages loaded", "", *(f"{self.pages_loaded(run):,}" for run in others))
         yield ("prompt tokens reused", "", *(f"{run.num_reused_tokens:,}" for run in others))
         yield (

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,10 +65,13 @@ def check_kinds(
     return arrays
 
 
-def as_int(name: str, value: object) -> int:
+def as_int(name: str, value: Any) -> int:
     """``value`` as an ``int``, numpy's integers too; ``TypeError`` naming it if it is none."""
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        return operator.index(value)
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
     raise TypeError(f"{name} is {value!r}: it must be an integer")
 
 

@@ -298,23 +298,8 @@ class PagedKVCache:
         self.check_usable()
         pools = [group.places.pool for group in self._groups]
         with self._lock:
-            c = self._counters
             return CacheStats(
-                num_pool_hits=c.num_pool_hits,
-                num_store_hits=c.num_store_hits,
-                num_misses=c.misses.total(),
-                misses_by_reason=c.frozen_misses(),
-                num_pages_evicted=c.num_pages_evicted,
-                num_pages_dropped=c.num_pages_dropped,
-                num_pages_spilled=c.num_pages_spilled,
-                num_pages_stored=c.num_pages_stored,
-                num_pages_loaded=c.num_pages_loaded,
-                num_slices_loaded=c.num_slices_loaded,
-                num_slices_spilled=c.num_slices_spilled,
-                bytes_written=c.bytes_written,
-                bytes_read=c.bytes_read,
-                write_seconds=c.write_seconds,
-                read_seconds=c.read_seconds,
+                **self._counters.snapshot(),
                 num_slots=sum(pool.num_slots for pool in pools),
                 num_free_slots=sum(pool.num_free for pool in pools),
                 num_pinned_slots=sum(pool.num_pinned for pool in pools),

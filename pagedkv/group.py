@@ -183,7 +183,7 @@ class LayerGroup:
             return None
 
     def save_pages(self, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
-        """Write what the store does not hold yet of a sequence's pages, durably, in one go.
+        """Write what the store does not hold yet of a sequence's pages, durably.
 
         Pages in the index are stored as such. Of the others, which are tails or private, the bytes
         are written under the key of their entry.

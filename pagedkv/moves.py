@@ -23,8 +23,6 @@ _LOG = logging.getLogger("pagedkv")
 _BATCH_NBYTES = 32 << 20
 _CHECK_PAGES = 8
 
-Row = tuple[int, int, int]
-
 
 class Mover:
     """Moves one spec's pages between the tiers.
@@ -138,7 +136,6 @@ class Mover:
                 raise
             for page in batch:
                 if page.key in lost:
-                    page.row = None
                     self.places.withdraw(page)
                 else:
                     if page.spill is None:
@@ -314,7 +311,7 @@ class Mover:
     def _unsafe(self, pages: Iterable[Page], count: int) -> list[Page]:
         return list(islice((page for page in pages if not self._is_safe(page)), count))
 
-    def _read_rows(self, rows: Sequence[Row | None], out: Sequence[Array]) -> set[PageKey]:
+    def _read_rows(self, rows: Sequence[StoreRow | None], out: Sequence[Array]) -> set[PageKey]:
         """Read rows of the store without the lock; the keys of those that are damaged or gone."""
         assert self.store is not None
         with self.places.unlocked():
@@ -414,9 +411,9 @@ def _slot(page: Page) -> int:
     return page.slot
 
 
-def _row(row: tuple[int, int, int] | None) -> StoreRow:
+def _row(row: StoreRow | None) -> StoreRow:
     assert row is not None
-    return StoreRow(*row)
+    return row
 
 
 def _short(key: PageKey | None) -> str:

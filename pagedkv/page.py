@@ -2,6 +2,7 @@
 
 from enum import IntEnum
 
+from pagedkv.format import StoreRow
 from pagedkv.prefix import Tokens
 from pagedkv.spec import PageKey
 
@@ -47,7 +48,7 @@ class Page:
         self.slot: int | None = None
         self.spill: int | None = None
         """Record of the spill file that holds exactly these bytes."""
-        self.row: tuple[int, int, int] | None = None
+        self.row: StoreRow | None = None
         """Row of the store that holds this key."""
         self.exact: bool = False
         """Whether ``row`` gives back exactly these bytes (no lossy codec, no other writer's)."""

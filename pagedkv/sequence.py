@@ -400,8 +400,8 @@ class Sequence:
         named = []
         for at in range(len(keys), num_full):
             tokens = self._tokens[at * self._page_tokens : (at + 1) * self._page_tokens]
-            parent = keys[-1] if keys else group.spec.root_key()
             key = self._next_key(number, tokens)
+            parent = self._parent(number, at)
             table[at] = group.give_key(table[at], key, parent, tokens, self._salt)
             keys.append(key)
             named.append(table[at])
@@ -409,9 +409,13 @@ class Sequence:
 
     def _next_key(self, number: int, tokens: Tokens) -> PageKey:
         """The key of ``tokens`` behind the pages that have keys."""
-        keys = self._keys[number]
-        parent = keys[-1] if keys else self._groups[number].spec.root_key()
-        return chain_key(parent, tokens, self._salt, _extra_of(self._extra, len(keys)))
+        at = len(self._keys[number])
+        extra = _extra_of(self._extra, at)
+        return chain_key(self._parent(number, at), tokens, self._salt, extra)
+
+    def _parent(self, number: int, at: int) -> PageKey:
+        """The key before page ``at`` of one group: the root key before the first."""
+        return self._keys[number][at - 1] if at else self._groups[number].spec.root_key()
 
     def _entry(self, number: int, at: int) -> PageEntry:
         """What the store is told of one page of a group whose tokens are named."""
@@ -420,7 +424,7 @@ class Sequence:
         return PageEntry(
             key=keys[at] if at < len(keys) else self._next_key(number, tokens),
             num_tokens=len(tokens),
-            parent=keys[at - 1] if at else self._groups[number].spec.root_key(),
+            parent=self._parent(number, at),
             tokens=tokens,
             salt=self._salt,
         )

@@ -44,12 +44,11 @@ class SpillFile:
         self.spec = spec
         self._layer_nbytes = spec.layer_nbytes
         self._reserve = reserve
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when a read or write ends
         self._free: list[int] = []
         self._num_records = 0
         self._crcs: dict[int, npt.NDArray[np.int64]] = {}
         self._unwritten: dict[tuple[int, int], Array] = {}  # (record, layer) that a write harmed
-        self._idle = threading.Condition()
         self._num_users = 0
         self._is_closed = False
         self._where = f"the spill file in {folder}"
@@ -156,25 +155,25 @@ class SpillFile:
 
     def close(self) -> None:
         """Wait for reads and writes in progress, then drop the file and all that is in it."""
-        with self._idle:
+        with self._lock:
             self._is_closed = True
             while self._num_users:
-                self._idle.wait()
+                self._lock.wait()
             self._file.close()
 
     @contextmanager
     def _open_file(self) -> Iterator[int]:
         """The descriptor, which stays open inside the block; ``ClosedError`` if it is closed."""
-        with self._idle:
+        with self._lock:
             if self._is_closed:
                 raise ClosedError("the cache was closed meanwhile: make another")
             self._num_users += 1
         try:
             yield self._file.fileno()
         finally:
-            with self._idle:
+            with self._lock:
                 self._num_users -= 1
-                self._idle.notify_all()
+                self._lock.notify_all()
 
     def _offset(self, record: int, layer: int) -> int:
         return (record * self.spec.held_layers + layer) * self._layer_nbytes

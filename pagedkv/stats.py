@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,10 @@ class Counters:
     read_seconds: float = 0.0
     misses: Counter[str] = field(default_factory=Counter)
 
-    def frozen_misses(self) -> Mapping[str, int]:
-        """Misses by reason, as a read-only copy."""
-        return MappingProxyType({reason: n for reason, n in self.misses.items() if n})
+    def snapshot(self) -> dict[str, Any]:
+        """The counters by the names of ``CacheStats``."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "misses"}
+        by_reason = {reason: n for reason, n in self.misses.items() if n}
+        values["num_misses"] = self.misses.total()
+        values["misses_by_reason"] = MappingProxyType(by_reason)
+        return values

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -193,8 +192,7 @@ def _store_path(store: Path | None) -> Iterator[Path]:
     if store is not None:
         yield store.absolute()
         return
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    path = home / "pagedkv" / "demo" / "cache.zarr"
+    path = smollm2.cache_folder() / "demo" / "cache.zarr"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path.with_name(".lock"), timeout=0):

@@ -22,10 +22,15 @@ Report = Callable[[str, float], None]
 """Takes what is being done, and the share of the whole that is done, 0 to 1."""
 
 
-def model_folder() -> Path:
-    """Where the unpacked model is kept: below ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+def cache_folder() -> Path:
+    """Where the demo keeps its files: below ``$XDG_CACHE_HOME``, or ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "pagedkv" / "models" / NAME
+    return Path(home).expanduser() / "pagedkv"
+
+
+def model_folder() -> Path:
+    """Where the unpacked model is kept."""
+    return cache_folder() / "models" / NAME
 
 
 def is_unpacked() -> bool:

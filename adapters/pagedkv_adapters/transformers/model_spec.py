@@ -20,7 +20,7 @@ def spec_for(
     """The ``KVSpec`` of a transformers model.
 
     Args:
-        model: A causal language model on the CPU.
+        model: A causal language model.
         page_tokens: Tokens of a page.
         model_fingerprint: Fingerprint of the weights; ``fingerprint(model)`` by default.
 

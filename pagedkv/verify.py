@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from pagedkv import files
 from pagedkv.findings import Finding, VerifyReport
 from pagedkv.format import CATALOG, METADATA, Geometry, group_name, lane_name
 from pagedkv.header import StoreHeader
+from pagedkv.lane_access import is_in_use, lane_locked
 from pagedkv.lane_lock import lanes_of
 from pagedkv.node_check import GroupNodes, LaneNode, find_header, mend_root
 from pagedkv.repair import mend_segment
@@ -91,8 +92,8 @@ class _Walk:
 
     def _lane(self, lane: int, header: StoreHeader) -> None:
         path = self.root / lane_name(lane)
-        with _lock(path, wanted=self._repair) as locked:
-            if not locked and _is_busy(path):
+        with lane_locked(path) if self._repair else contextlib.nullcontext(False) as locked:
+            if not locked and is_in_use(path):
                 self.busy_lanes.append(lane)
             self._names(path, {METADATA, *map(group_name, header.specs)})
             node = LaneNode(root=self.root, lane=lane, header=header)
@@ -141,7 +142,7 @@ class _Walk:
         for _ in range(_RECHECKS):
             check = check_segment(place)
             self._count(check.nbytes)
-            if not check.findings or locked or not _is_busy(place.path.parent):
+            if not check.findings or locked or not is_in_use(place.path.parent):
                 return check
             time.sleep(_RECHECK_SECONDS)
             if not place.catalog.exists():
@@ -185,22 +186,3 @@ class _Walk:
         self.nbytes += nbytes
         if self._progress is not None:
             self._progress(min(self.nbytes, self._total_nbytes), self._total_nbytes)
-
-
-@contextlib.contextmanager
-def _lock(path: Path, *, wanted: bool) -> Iterator[bool]:
-    """Hold the lock of a lane's folder if it is wanted and free; whether it is held."""
-    if not wanted:
-        yield False
-        return
-    fd = files.open_folder(path)
-    try:
-        yield files.try_lock(fd)
-    finally:
-        os.close(fd)
-
-
-def _is_busy(path: Path) -> bool:
-    """Whether a writer holds the lane with this folder."""
-    with _lock(path, wanted=True) as free:
-        return not free

@@ -93,11 +93,11 @@ class LaneNode:
         detail = "" if _is_group(document) else "is missing or damaged"
         if not detail:
             try:
-                copy = _header_in(document, "its copy of the header", "header")
+                copy = _header_in(document, str(self.path), "header")
                 if replace(copy, max_nbytes=self.header.max_nbytes) != self.header:
-                    detail = "has the header of another store"
-            except StoreError as error:
-                detail = str(error)
+                    detail = "has a copy of another store's header"
+            except StoreError:
+                detail = "has no copy of the header, or a damaged one"
         if not detail:
             return []
         return [

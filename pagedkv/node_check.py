@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pagedkv import files, metadata
+from pagedkv import files, lane_document, metadata
 from pagedkv.codec import Codec
 from pagedkv.errors import FormatVersionError, StoreError
 from pagedkv.findings import Cost, Damage, Finding
@@ -22,6 +22,7 @@ from pagedkv.format import (
     segment_number,
 )
 from pagedkv.header import StoreHeader
+from pagedkv.lane_access import is_in_use
 from pagedkv.lane_lock import lanes_of
 from pagedkv.repair import write_document
 from pagedkv.spec import KVSpec
@@ -52,7 +53,7 @@ def find_header(root: Path) -> tuple[StoreHeader | None, list[Finding]]:
     for lane in lanes:
         path = root / lane_name(lane)
         with contextlib.suppress(StoreError):
-            header = _header_in(_document(path), str(path), "header")
+            header = _header_in(_document(path), str(path), lane_document.HEADER)
             return header, [_root_finding(f"is damaged: {reason}")]
     if newer is not None:
         raise newer
@@ -62,10 +63,27 @@ def find_header(root: Path) -> tuple[StoreHeader | None, list[Finding]]:
     return None, [replace(_root_finding(detail), cost=Cost.STORE)]
 
 
-def mend_root(root: Path, header: StoreHeader) -> None:
-    """Write the root's document anew."""
+def root_leftovers(root: Path) -> list[Finding]:
+    """Unfinished files in the root's folder, unless somebody is changing something there."""
+    names = _temps(root)
+    if not names or is_in_use(root):
+        return []
+    return [
+        Finding(
+            path=name,
+            damage=Damage.LEFTOVER,
+            cost=Cost.NOTHING,
+            detail="of an interrupted writer",
+        )
+        for name in names
+        if name in _temps(root)
+    ]
+
+
+def remove_root_leftovers(root: Path) -> None:
+    """Remove them."""
     with files.locked(root):
-        write_document(root, json.loads(metadata.root_document(header)))
+        files.remove_temps(root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +111,7 @@ class LaneNode:
         detail = "" if _is_group(document) else "is missing or damaged"
         if not detail:
             try:
-                copy = _header_in(document, str(self.path), "header")
+                copy = _header_in(document, str(self.path), lane_document.HEADER)
                 if replace(copy, max_nbytes=self.header.max_nbytes) != self.header:
                     detail = "has a copy of another store's header"
             except StoreError:
@@ -112,12 +130,9 @@ class LaneNode:
 
     def mend(self) -> None:
         """Write the document anew; who wrote last stays in it if that can be read."""
-        document = _document(self.path)
-        ours = _attributes(document).get(ATTRIBUTE)
-        kept = ours if isinstance(ours, dict) else {}
-        fresh: dict[str, Any] = json.loads(metadata.group_document())
-        fresh["attributes"] = {ATTRIBUTE: {**kept, "header": self.header.to_dict()}}
-        write_document(self.path, fresh)
+        changes = {lane_document.HEADER: self.header.to_dict()}
+        with files.locked(self.root):
+            lane_document.update(self.root, self.lane, changes, sync=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +222,8 @@ class GroupNodes:
     def _leftovers(self) -> Iterator[tuple[str, str, str]]:
         committed = self.chunks(CATALOG).keys()
         for folder in ("", *self.arrays):
-            for name in files.file_sizes(self.path / folder):
-                if name.startswith(files.TEMP_PREFIX):
-                    yield folder, name, "of an interrupted writer"
+            for name in _temps(self.path / folder):
+                yield folder, name, "of an interrupted writer"
         for array, document in self.arrays.items():
             if document["shape"][0] == 0:
                 for number, name in self.chunks(array).items():
@@ -228,6 +242,12 @@ class GroupNodes:
             lane=self.lane,
             group=self.group,
         )
+
+
+def _temps(folder: Path) -> list[str]:
+    """Names of unfinished files."""
+    names = files.file_sizes(folder)
+    return [name for name in names if name.startswith(files.TEMP_PREFIX)]
 
 
 def _root_finding(detail: str) -> Finding:

@@ -1,5 +1,6 @@
 """The check of one segment: its catalogue chunk, every byte of its pages, and what repeats them."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +123,12 @@ def page_extents(
 
     A size counts the chunk's CRC.
     """
-    sizes = np.full((len(rows), geometry.num_layers), geometry.chunk_nbytes, np.int64)
-    starts = rows.astype(np.int64) * geometry.page_nbytes
+    if geometry.fixed_size:
+        sizes = np.full((len(rows), geometry.num_layers), geometry.chunk_nbytes, np.int64)
+        starts = rows.astype(np.int64) * geometry.page_nbytes
+    else:
+        sizes = records["layer_nbytes"][rows].astype(np.int64) + 4
+        starts = records["offset"][rows].astype(np.int64)
     ends = np.cumsum(sizes, axis=1)
     return starts[:, None] + ends - sizes, sizes
 
@@ -184,12 +189,14 @@ class _SegmentReading:
             unpack_catalog(geometry, self.place.number, chunk.tobytes())
         except ValueError as error:
             reason = str(error)
-        try:
+        lines = body.reshape(geometry.rows, -1)
+        with contextlib.suppress(ValueError):  # no record is right: `held` says so
             sealed = seal_catalog(body)
             self.records, self.held = unpack_catalog(geometry, self.place.number, sealed)
-        except ValueError:
-            pass  # no record is right: `held` says so
-        used = body.reshape(geometry.rows, -1).any(axis=1)
+        self.held &= _has_possible_places(geometry, self.records)
+        for row in np.flatnonzero(self.held).tolist():
+            self.held[row] = crc32c(lines[row, :-4]) == int(self.records["crc"][row])
+        used = lines.any(axis=1)
         if reason:
             used |= self._rows_in_index()
         lost = np.flatnonzero(used & ~self.held).tolist()
@@ -304,6 +311,15 @@ class _SegmentReading:
         row = self.place.number * self.geometry.rows + number
         self.num_lost += 1
         self._add(path, damage, Cost.PAGE, detail, row=row, key=key, layer=layer)
+
+
+def _has_possible_places(geometry: Geometry, records: npt.NDArray[Any]) -> Mask:
+    """Rows whose records name places that a segment can have, ``(row,)``."""
+    if geometry.fixed_size:
+        return np.ones(geometry.rows, np.bool_)
+    fits = (records["layer_nbytes"] <= geometry.payload_nbytes).all(axis=1)
+    possible: Mask = fits & (records["offset"] <= geometry.rows * geometry.page_nbytes)
+    return possible
 
 
 def _is_sealed(data: Bytes, nbytes: int) -> bool:

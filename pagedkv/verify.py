@@ -18,8 +18,9 @@ from pagedkv.format import CATALOG, METADATA, Geometry, group_name, lane_name
 from pagedkv.header import StoreHeader
 from pagedkv.lane_access import is_in_use, lane_locked
 from pagedkv.lane_lock import lanes_of
-from pagedkv.node_check import GroupNodes, LaneNode, find_header, mend_root
+from pagedkv.node_check import GroupNodes, LaneNode, find_header, remove_root_leftovers, root_leftovers
 from pagedkv.repair import mend_segment
+from pagedkv.root import mend
 from pagedkv.segment_check import SegmentCheck, SegmentPlace, check_segment
 
 Progress = Callable[[int, int], None]
@@ -50,7 +51,7 @@ def verify_store(
         walk = _Walk(root, repair, progress)
         if header is not None:
             if repair and findings:
-                mend_root(root, header)
+                mend(root, header)
                 findings = [replace(finding, repaired=True) for finding in findings]
             walk.run(header)
         return VerifyReport(
@@ -87,6 +88,9 @@ class _Walk:
             if name.startswith("c.")
         )
         self._names(self.root, {METADATA, *map(lane_name, lanes)})
+        self._settle(
+            root_leftovers(self.root), True, lambda: remove_root_leftovers(self.root)
+        )
         for lane in lanes:
             self._lane(lane, header)
 

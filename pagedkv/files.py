@@ -174,6 +174,15 @@ def write_atomic(
         os.replace(temp, path)
 
 
+def overwrite(path: Path, data: "Bytes | bytes", offset: int) -> None:
+    """Replace bytes in the middle of the file ``path``, unsynced; its other bytes stay."""
+    fd = os.open(path, os.O_WRONLY | _NOFOLLOW | _NONBLOCK)
+    try:
+        pwrite_all(fd, data, offset)
+    finally:
+        os.close(fd)
+
+
 def sync_file(fd: int) -> None:
     """Make the file's bytes and size durable."""
     if sys.platform == "darwin":

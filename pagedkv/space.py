@@ -94,8 +94,9 @@ class Space:
             bound = space._max_nbytes
             if is_new and bound is not None and others + target > bound:
                 raise space._full(target, others)
-            space._write_claim(target, changes, sync=True)
-            space._claimed_nbytes = space._needed_nbytes()  # what was too much is not to be used
+            document = lane_document.update(root, lane, {**changes, CLAIM: target}, sync=True)
+            space._document_nbytes = document.nbytes
+            space._claimed_nbytes = space._needed_nbytes()  # the rest would not be known to fit
         return space
 
     @classmethod
@@ -193,8 +194,7 @@ class Space:
         with self._root_locked("give back space of the store"):
             claim = lane_document.read(self._root, lane).claimed_nbytes
             if claim is not None:
-                changes = {CLAIM: max(claim - nbytes, MARGIN_NBYTES)}
-                lane_document.update(self._root, lane, changes, sync=False)
+                lane_document.claim(self._root, lane, max(claim - nbytes, MARGIN_NBYTES))
                 self._count_others()
 
     def room(self) -> int | None:
@@ -293,11 +293,8 @@ class Space:
         except StoreError as error:  # nothing is wrong but that others have less room
             logger.warning("%s", error)
 
-    def _write_claim(
-        self, target: int, changes: Mapping[str, Any] | None = None, *, sync: bool = False
-    ) -> None:
-        changes = {**(changes or {}), CLAIM: target}
-        document = lane_document.update(self._root, self._own_lane, changes, sync=sync)
+    def _write_claim(self, target: int) -> None:
+        document = lane_document.claim(self._root, self._own_lane, target)
         with self._lock:
             self._document_nbytes = document.nbytes
             self._claimed_nbytes = target
@@ -385,7 +382,7 @@ class Space:
                 return False
             true_claim = files.tree_nbytes(path) + MARGIN_NBYTES
             if claim != true_claim:
-                lane_document.update(self._root, lane, {CLAIM: true_claim}, sync=False)
+                lane_document.claim(self._root, lane, true_claim)
             self._document_of(lane)
             self._measured[lane] = (self._documents[lane][0], time.monotonic())
             files.unlock(fd)

@@ -348,14 +348,14 @@ def test_a_claim_that_cannot_be_written_changes_nothing(
     with owned(path) as space:
         before, room = lane_document.read(path, 0), space.room()
         with monkeypatch.context() as patch:
-            patch.setattr(files, "write_all", fail)
+            patch.setattr(files, "overwrite", fail)
             with pytest.raises(StoreError, match=r"cannot reserve space in the store .*x\.zarr"):
                 space.reserve(500_000)
         assert lane_document.read(path, 0) == before
         assert space.room() == room
         space.reserve(500_000)
         with monkeypatch.context() as patch:
-            patch.setattr(files, "write_all", fail)
+            patch.setattr(files, "overwrite", fail)
             space.release(500_000)  # the claim stays, which is safe
         space.check_invariants()
         space.reserve(900_000)

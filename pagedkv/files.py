@@ -33,6 +33,8 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _NOT_NOW = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_CANNOT_BE_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
+"""How file systems and systems say that they do not know ``O_TMPFILE``."""
 _VANISHED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESPIPE)
 
 
@@ -98,7 +100,7 @@ def is_vanished(error: OSError) -> bool:
 def read_bytes(path: Path) -> bytes:
     """All bytes of ``path``, which must not be a symbolic link."""
     with reading(path) as fd, open(fd, "rb", closefd=False) as file:
-        return file.read()
+        return file.read() or b""  # None: a pipe that has a writer, but no bytes
 
 
 def pread_into(fd: int, out: Bytes, offset: int) -> int:
@@ -152,12 +154,14 @@ def write_all(fd: int, data: "Bytes | bytes") -> None:
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[tuple[int, Path]]:
-    """A new private file beside ``path``: yields its descriptor and its temporary path.
+def new_file(path: Path, folder: Path | None = None) -> Iterator[tuple[int, Path]]:
+    """A new private file for ``path``: yields its descriptor and its temporary path.
 
-    The caller publishes it with ``os.replace``. If the block raises, the file is removed.
+    It lies beside ``path``, or in another ``folder`` of the same file system. The caller publishes
+    it with ``os.replace``. If the block raises, the file is removed.
     """
-    temp = path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    name = f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}"
+    temp = path.with_name(name) if folder is None else folder / name
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
     try:
         yield fd, temp
@@ -168,13 +172,38 @@ def new_file(path: Path) -> Iterator[tuple[int, Path]]:
         os.close(fd)
 
 
-def write_atomic(path: Path, parts: "Iterable[Bytes | bytes]", *, sync: bool = True) -> None:
+def scratch_file(folder: Path) -> int:
+    """A descriptor of a new private file in ``folder`` that has no name: it is gone when closed."""
+    nameless = getattr(os, "O_TMPFILE", None)
+    if nameless is not None:
+        try:
+            return os.open(folder, os.O_RDWR | os.O_EXCL | nameless, 0o600)
+        except OSError as error:
+            if error.errno not in _CANNOT_BE_NAMELESS:
+                raise
+    name = folder / f"{TEMP_PREFIX}scratch-{secrets.token_hex(4)}"
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
+    try:
+        os.unlink(name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_atomic(
+    path: Path,
+    parts: "Iterable[Bytes | bytes]",
+    *,
+    sync: bool = True,
+    folder: Path | None = None,
+) -> None:
     """Replace ``path`` by the concatenated ``parts``: readers see the old bytes or all of the new.
 
     With ``sync`` the bytes are on the disk before the name changes; the new *name* is durable after
-    ``sync_dir`` of the folder.
+    ``sync_dir`` of the folder. Until then they lie beside ``path``, or in ``folder``.
     """
-    with new_file(path) as (fd, temp):
+    with new_file(path, folder) as (fd, temp):
         for part in parts:
             write_all(fd, part)
         if sync:
@@ -219,6 +248,12 @@ def remove(path: Path) -> int:
     return nbytes
 
 
+def remove_empty_folder(path: Path) -> None:
+    """Remove the folder, if there is one; ``OSError`` if something is in it."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.rmdir(path)  # noqa: PTH106 - reads as the system call, like os.unlink
+
+
 def remove_temps(path: Path) -> None:
     """Remove what interrupted writers left in the folder. Only for its one writer."""
     for name in file_sizes(path):
@@ -235,6 +270,28 @@ def file_sizes(path: Path) -> dict[str, int]:
                 with contextlib.suppress(FileNotFoundError):
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
     return sizes
+
+
+def subfolders(path: Path) -> list[str]:
+    """Names of the folders in a folder, without symbolic links; empty if it is gone."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return []
+
+
+def tree_nbytes(path: Path) -> int:
+    """Size of all regular files below the folder ``path``; what vanishes meanwhile counts as 0."""
+    below = sum(tree_nbytes(path / name) for name in subfolders(path))
+    return below + sum(file_sizes(path).values())
+
+
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes, but for rare coincidences, when ``path`` is replaced; None if it is not there."""
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def open_folder(path: Path) -> int:
@@ -262,7 +319,10 @@ def locked(path: Path) -> Iterator[None]:
     fd = open_folder(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            unlock(fd)  # a child forked meanwhile shares the descriptor, and would keep the lock
     finally:
         os.close(fd)
 

@@ -49,13 +49,15 @@ class Segment:
 
     Args:
         number: Its place: it has the rows from ``number * rows`` on.
+        path: Its file.
         keys: Key of each row in use; None where a row holds no page.
     """
 
-    __slots__ = ("keys", "number", "used_at")
+    __slots__ = ("keys", "number", "path", "used_at")
 
-    def __init__(self, number: int, keys: tuple[PageKey | None, ...]) -> None:
+    def __init__(self, number: int, path: Path, keys: tuple[PageKey | None, ...]) -> None:
         self.number = number
+        self.path = path
         self.keys = keys
         self.used_at = np.zeros(len(keys), np.uint64)
         """The store's clock when each row was last used, ``(row,)``."""
@@ -244,7 +246,7 @@ class LaneGroup:
                     temps.append((temp, path))
                     files.write_all(fd, chunk)
                     files.sync_file(fd)
-                made.append((Segment(number, keys), segment_map, chunk))
+                made.append((Segment(number, self.chunk_path(KV, number), keys), segment_map, chunk))
             for temp, path in temps:
                 files.replace(temp, path)
             files.sync_dir(self.path / KV)
@@ -313,7 +315,7 @@ class LaneGroup:
             PageKey(raw[32 * row : 32 * row + 32]) if held else None
             for row, held in enumerate(segment_map.holds.tolist())
         )
-        return Segment(number, keys), segment_map
+        return Segment(number, self.chunk_path(KV, number), keys), segment_map
 
     def _write_columns(self, number: int, chunk: bytes) -> None:
         """Write the derived columns of a segment: a convenience, so failing is only logged."""

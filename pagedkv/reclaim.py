@@ -145,8 +145,8 @@ class Reclaimer:
                 stack.callback(lock.release)
                 lanes.add(lane)
         with self._contents.lock:
-            for place in self._contents.refresh(self._lane)[1]:
-                self._reader.forget(place)
+            for segment in self._contents.refresh(self._lane)[1]:
+                self._reader.forget(segment)
         return lanes
 
     def _candidates(self, lanes: set[int]) -> list[_Candidate]:
@@ -208,7 +208,7 @@ class Reclaimer:
         freed = group.remove(segment_number)
         with self._contents.lock:
             self._contents.drop(one.place)
-        self._reader.forget(one.place)
+        self._reader.forget(one.segment)
         self._space.free(freed, lane)
         held = np.array([key is not None for key in one.segment.keys])
         lost = {

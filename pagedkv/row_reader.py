@@ -13,7 +13,6 @@ from pagedkv.contents import Contents, Place
 from pagedkv.errors import CorruptPageError, PageNotFoundError
 from pagedkv.format import (
     GROUP_BITS,
-    KV,
     ROW_BITS,
     PackedRows,
     StoreRow,
@@ -54,6 +53,8 @@ class RowReader:
         timeout: float | None,
     ) -> None:
         """Read pages, or one layer of each, as ``PageStore.read`` says."""
+        if len(rows) == 1 and self._read_small(rows, layer, out, at):
+            return
         if isinstance(rows, np.ndarray):
             packed = rows
         else:
@@ -82,6 +83,42 @@ class RowReader:
         pages.deliver()
         if lost:
             self._lose(packed, sorted(lost))
+
+    def _read_small(
+        self,
+        rows: Sequence[StoreRow] | PackedRows,
+        layer: int | None,
+        out: Sequence[Array] | Array,
+        at: Numbers | None,
+    ) -> bool:
+        """Read one small chunk from the page cache; False if that is for ``read`` to do."""
+        packed = int(rows[0]) if isinstance(rows, np.ndarray) else pack_row(rows[0])
+        lane, number = packed >> ROW_BITS + GROUP_BITS, packed >> ROW_BITS & (1 << GROUP_BITS) - 1
+        form = self._contents.formats[number]
+        if not form.has_small_chunks or (layer is None and form.geometry.num_layers > 1):
+            return False
+        array = out[0 if at is None else int(at[0])]
+        shape = form.page_shape if layer is None else form.layer_shape
+        if array.shape != shape or array.dtype != form.dtype or not array.flags.writeable:
+            return False
+        group = self._contents.groups.get((lane, number))
+        found = None if group is None else group.locate(packed & (1 << ROW_BITS) - 1)
+        if found is None:
+            return False
+        segment, row = found
+        segment_map = self._contents.kept_map((lane, number, segment.number))
+        if segment_map is None or not 0 <= (layer or 0) < form.geometry.num_layers:
+            return False
+        crc = int(segment_map.crcs[row, layer or 0])
+        offset = row * form.geometry.page_nbytes + (layer or 0) * form.geometry.chunk_nbytes
+        target = array[0] if layer is None else array
+        is_good = self._reader.read_small(form, segment, crc, offset, target)
+        if is_good is None:
+            return False
+        segment.used_at[row] = self._contents.tick()
+        if not is_good:
+            self._lose(np.array([packed]), [0])
+        return True
 
     def _read_groups(
         self,
@@ -135,8 +172,7 @@ class RowReader:
             segment.used_at[local] = used_at
             yield SegmentRead(
                 form=self._contents.formats[number],
-                name=place,
-                path=self._contents.path_of(place, KV),
+                segment=segment,
                 segment_map=segment_map,
                 rows=local,
                 numbers=numbers,

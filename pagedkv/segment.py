@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +17,19 @@ from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
 
-PIECE_NBYTES = 128 * 2**10
+PIECE_NBYTES = 256 * 2**10
 """About how much is read at once from the page cache: what was read is decoded while it is still
 in the processor's cache."""
-EXTENT_NBYTES = 512 * 2**10
+EXTENT_NBYTES = 1024 * 2**10
 """About how much is read at once from the disk."""
 _GAP_NBYTES = 16 * 2**10
 """Unwanted bytes between two pages that are read along rather than leaving two reads."""
 _WRITE_NBYTES = 2**20
+SMALL_NBYTES = 4096
+"""Chunks up to this size are decoded by numpy sooner than a kernel is called."""
 
+_ONLY = slice(0, 1)
+_AT_START = np.zeros(1, np.int64)
 _buffers = threading.local()
 
 
@@ -54,6 +59,10 @@ class SegmentFormat:
         self.spec = spec
         self.codec = codec
         self.geometry = geometry
+        self.page_shape = spec.page_shape
+        self.layer_shape = spec.layer_shape
+        self.dtype = spec.np_dtype
+        self.has_small_chunks = geometry.fixed_size and geometry.chunk_nbytes <= SMALL_NBYTES
 
     def write(self, fd: int, pages: PageArrays, first: int, count: int) -> SegmentMap:
         """Write a whole segment to an empty file; not yet durable.
@@ -113,6 +122,12 @@ class SegmentFormat:
         """
         num_layers = self.geometry.num_layers
         first, stop = (0, num_layers) if layer is None else (layer, layer + 1)
+        if len(rows) == 1 and segment_map.bounds is None:
+            offset = int(rows[0]) * self.geometry.page_nbytes + first * self.geometry.chunk_nbytes
+            nbytes = (stop - first) * self.geometry.chunk_nbytes
+            if nbytes <= PIECE_NBYTES:
+                yield [Piece(offset, nbytes, _ONLY, _AT_START, first, stop - first)]
+                return
         if segment_map.bounds is None:
             starts = rows * self.geometry.page_nbytes + first * self.geometry.chunk_nbytes
             ends = starts + (stop - first) * self.geometry.chunk_nbytes
@@ -158,14 +173,18 @@ class SegmentFormat:
         Returns:
             For each page of the piece, whether it is good; if not, its numbers are undefined.
         """
-        places, targets = rows[piece.pages], numbers[piece.pages]
         first, stop = piece.first_layer, piece.first_layer + piece.num_layers
+        places: Any = rows[piece.pages]
+        targets: Any = numbers[piece.pages]
+        if len(places) == 1:  # slices cost less than numpy's choosing by numbers
+            places = slice(int(places[0]), int(places[0]) + 1)
+            targets = slice(int(targets[0]), int(targets[0]) + 1)
         crcs = segment_map.crcs[places, first:stop]
         good = segment_map.holds[places].copy()
         if segment_map.bounds is not None:
             bounds = segment_map.bounds[places, first : stop + 1] - piece.offset
-            for number in range(len(places)):
-                page = pages.page(int(targets[number]))
+            for number, target in enumerate(numbers[piece.pages].tolist()):
+                page = pages.page(target)
                 layers = page[first:stop] if layer is None else page[None]
                 good[number] &= self._decode_variable(stored, bounds[number], crcs[number], layers)
             return good
@@ -212,7 +231,6 @@ class SegmentFormat:
     ) -> Iterator[Piece]:
         """Pieces of pages that are too large to be read at once: some layers of one page."""
         num_layers = self.geometry.num_layers
-        zero = np.zeros(1, np.int64)
         for number in range(len(rows)):
             start, end = int(starts[number]), int(ends[number])
             if segment_map.bounds is None:
@@ -224,7 +242,7 @@ class SegmentFormat:
                 stop = min(first + at_once, num_layers)
                 size = bounds[stop] - bounds[first]
                 page = slice(number, number + 1)
-                yield Piece(bounds[first], size, page, zero, first, stop - first)
+                yield Piece(bounds[first], size, page, _AT_START, first, stop - first)
 
 
 def transfer_buffer(nbytes: int) -> Bytes:
@@ -241,7 +259,7 @@ def _pieces(starts: Numbers, ends: Numbers, first_layer: int, num_layers: int) -
     windows = starts // PIECE_NBYTES
     is_new = (windows[1:] != windows[:-1]) | (starts[1:] - ends[:-1] > _GAP_NBYTES)
     cuts = [0, *(np.flatnonzero(is_new) + 1).tolist(), len(starts)]
-    for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for begin, end in pairwise(cuts):
         offset = int(starts[begin])
         nbytes = int(ends[end - 1]) - offset
         pages = slice(begin, end)

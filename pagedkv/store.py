@@ -271,8 +271,8 @@ class PageStore:
         self._check_open()
         with files.translated(self.path, "look into the store"):
             changed, gone = self._contents.refresh(self.own_lane)
-        for place in gone:
-            self._files.forget(place)
+        for segment in gone:
+            self._files.forget(segment)
         return changed
 
     def __contains__(self, key: object) -> bool:

@@ -1,4 +1,4 @@
-"""``Contents``: which pages a store holds, in memory: segments, their maps, and the index by key."""
+"""``Contents``: which pages a store holds: segments, their maps, and the index by key."""
 
 import logging
 import threading

@@ -49,13 +49,15 @@ class Job:
             if self.is_abandoned:
                 return
             num_read = self.fetch(memory)
-            with self._lock:
-                if self.is_abandoned:
-                    return
-                self.is_used = True
-            self.use(memory, num_read)
+            if self._begin_use():
+                self.use(memory, num_read)
         except BaseException as error:  # noqa: BLE001 - raised again by who waits
             self.error = error
+
+    def _begin_use(self) -> bool:
+        with self._lock:
+            self.is_used = not self.is_abandoned
+            return self.is_used
 
     def abandon(self) -> bool:
         """Give the job up, unless it is past the disk; whether it was given up."""

@@ -246,7 +246,9 @@ class LaneGroup:
                     temps.append((temp, path))
                     files.write_all(fd, chunk)
                     files.sync_file(fd)
-                made.append((Segment(number, self.chunk_path(KV, number), keys), segment_map, chunk))
+                made.append(
+                    (Segment(number, self.chunk_path(KV, number), keys), segment_map, chunk)
+                )
             for temp, path in temps:
                 files.replace(temp, path)
             files.sync_dir(self.path / KV)

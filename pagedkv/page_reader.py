@@ -18,8 +18,9 @@ from pagedkv.files import Bytes
 from pagedkv.format import crc32c
 from pagedkv.lane import Segment
 from pagedkv.memory import Numbers, PageArrays
-from pagedkv.segment import Piece, SegmentFormat, SegmentMap, transfer_buffer
+from pagedkv.segment import Piece, SegmentFormat, transfer_buffer
 from pagedkv.segment_files import SegmentFiles
+from pagedkv.segment_map import SegmentMap
 
 Array = npt.NDArray[Any]
 
@@ -90,7 +91,9 @@ class PageReader:
         try:
             for one in wanted:
                 for extent in one.form.plan(one.segment_map, one.rows, one.layer):
-                    rest = extent if self._direct else self._read_cached(one, extent, pages, damaged)
+                    rest = (
+                        extent if self._direct else self._read_cached(one, extent, pages, damaged)
+                    )
                     if rest:
                         job = self._job(one, rest, pages, damaged)
                         self._threads.start([job])
@@ -197,8 +200,6 @@ def _decode(
         padded = np.zeros(piece.nbytes, np.uint8)
         padded[: len(stored)] = stored
         stored = padded
-    good = one.form.decode(
-        stored, piece, one.segment_map, one.rows, pages, one.numbers, one.layer
-    )
+    good = one.form.decode(stored, piece, one.segment_map, one.rows, pages, one.numbers, one.layer)
     if not good.all():
         damaged.update(one.numbers[piece.pages][~good].tolist())

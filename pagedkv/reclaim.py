@@ -7,7 +7,7 @@ what live sequences hold, is written again before they go.
 import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pagedkv import files
 from pagedkv.catalog import unpack_catalog
 from pagedkv.contents import Contents, Place
-from pagedkv.errors import StoreError, StoreFullError
+from pagedkv.errors import StoreFullError
 from pagedkv.evictions import EvictionReason, EvictionRing
 from pagedkv.format import CATALOG, EVICTED, KV, StoreRow
 from pagedkv.lane import Segment, SegmentSource
@@ -101,7 +101,9 @@ class Reclaimer:
         self._lane = lane
         self._commit = commit
 
-    def collect(self, is_enough: Callable[[], bool], reason: EvictionReason, keep: Keep) -> CollectReport:
+    def collect(
+        self, is_enough: Callable[[], bool], reason: EvictionReason, keep: Keep
+    ) -> CollectReport:
         """Give up segments until there is room enough, or none is left that may go.
 
         Args:

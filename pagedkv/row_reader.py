@@ -136,7 +136,7 @@ class RowReader:
         for number in np.unique(groups).tolist():
             chosen = np.flatnonzero(groups == number)
             try:
-                self.read(packed[chosen], layer, [out[n] for n in chosen], None, timeout)
+                self.read(packed[chosen], layer, [out[n] for n in chosen.tolist()], None, timeout)
             except CorruptPageError as error:
                 errors.append(error)
                 positions += chosen[list(error.positions)].tolist()
@@ -210,9 +210,10 @@ class RowReader:
                     keys.append(key)
                     lost = self._contents.indexes[row.group].remove(key, row)
                     self.num_damaged_pages += lost
+        first = keys[0].hex() if keys else "(its segment was given up)"
         message = (
-            f"{len(rows)} pages of {self._contents.root} are damaged or gone, the first in {rows[0]}:"
-            " compute them again"
+            f"{len(rows)} pages of {self._contents.root} are damaged or gone, the first {first} in"
+            f" {rows[0]}: compute them again"
         )
         logger.warning("%s", message)
         raise CorruptPageError(message, tuple(keys), tuple(positions))

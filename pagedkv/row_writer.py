@@ -5,7 +5,6 @@ from collections.abc import Collection
 
 from pagedkv import files
 from pagedkv.contents import Contents
-from pagedkv.errors import StoreFullError
 from pagedkv.evictions import EvictionReason
 from pagedkv.format import StoreRow
 from pagedkv.lane import SegmentSource

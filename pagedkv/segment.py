@@ -3,13 +3,13 @@
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.codec import Bytes, Codec
+from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless
 from pagedkv.format import Geometry, LayerCrcs, LayerSizes, crc32c, segment_index
 from pagedkv.memory import Numbers, PageArrays
 from pagedkv.segment_map import SegmentMap, bounds_of
@@ -59,6 +59,8 @@ class SegmentFormat:
         self.spec = spec
         self.codec = codec
         self.geometry = geometry
+        self._fixed = cast("FixedCodec", codec)  # used only if its sizes are fixed
+        self._variable = cast("Lossless", codec)  # used only if they are not
         self.page_shape = spec.page_shape
         self.layer_shape = spec.layer_shape
         self.dtype = spec.np_dtype
@@ -180,7 +182,7 @@ class SegmentFormat:
             places = slice(int(places[0]), int(places[0]) + 1)
             targets = slice(int(targets[0]), int(targets[0]) + 1)
         crcs = segment_map.crcs[places, first:stop]
-        good = segment_map.holds[places].copy()
+        good: npt.NDArray[np.bool_] = segment_map.holds[places].copy()
         if segment_map.bounds is not None:
             bounds = segment_map.bounds[places, first : stop + 1] - piece.offset
             for number, target in enumerate(numbers[piece.pages].tolist()):
@@ -191,7 +193,7 @@ class SegmentFormat:
         memory = pages.memory.part(targets)
         if layer is None and first:
             memory = memory._replace(addresses=memory.addresses + first * memory.layer_stride)
-        self.codec.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
+        self._fixed.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
         return good
 
     def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: LayerCrcs) -> None:
@@ -201,7 +203,7 @@ class SegmentFormat:
         for start in range(0, len(crcs), at_once):
             part = crcs[start : start + at_once]
             memory = pages.memory.part(slice(first + start, first + start + len(part)))
-            self.codec.pack(self.spec, memory, buffer[: len(part) * size], part)
+            self._fixed.pack(self.spec, memory, buffer[: len(part) * size], part)
             files.write_all(fd, buffer[: len(part) * size])
 
     def _write_variable(
@@ -210,7 +212,7 @@ class SegmentFormat:
         for row in range(len(crcs)):
             page, parts = pages.page(first + row), []
             for layer in range(len(page)):
-                payload = self.codec.encode_layer(self.spec, page[layer])
+                payload = self._variable.encode_layer(self.spec, page[layer])
                 crcs[row, layer], sizes[row, layer] = crc32c(payload), len(payload)
                 parts += [payload, crcs[row, layer].astype("<u4").reshape(1).view(np.uint8)]
             files.write_all(fd, np.concatenate(parts))
@@ -218,7 +220,7 @@ class SegmentFormat:
     def _decode_variable(
         self, stored: Bytes, bounds: Numbers, crcs: "npt.NDArray[np.uint32]", layers: Array
     ) -> bool:
-        for layer, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for layer, (start, end) in enumerate(pairwise(bounds.tolist())):
             chunk = stored[start:end]
             trailer = int.from_bytes(chunk[-4:].tobytes(), "little")
             if len(chunk) < 4 or not trailer == crcs[layer] == crc32c(chunk[:-4]):

@@ -130,14 +130,8 @@ class PageStore:
             StoreError: There is no store, or no folder that can be one; the path is named.
             ValueError: An argument is out of range.
         """
-        if sys.platform == "win32":
-            raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
-        if mode not in ("a", "r"):
-            raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
-        specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
-        for one in specs or ():
-            if not isinstance(one, KVSpec):
-                raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
+        _check_options(mode, read_timeout, read_threads)
+        specs = _as_specs(spec)
         bound = None if max_nbytes is None else parse_nbytes(max_nbytes)
         chosen = None if codec is None else get_codec(codec)
         place = Path(path).absolute()
@@ -150,10 +144,6 @@ class PageStore:
             wanted = StoreHeader.new(specs, get_codec(codec), bound, store_tokens=store_tokens)
             header = root.create(place, wanted)
         header.require_match(specs, chosen, f"the store {place}")
-        if read_timeout is not None and not read_timeout > 0:
-            raise ValueError(f"read_timeout is {read_timeout!r}: give seconds, or None for ever")
-        if as_int("read_threads", read_threads) < 1:
-            raise ValueError(f"read_threads is {read_threads}: at least one thread must read")
         make = functools.partial(
             cls, place, read_timeout=read_timeout, read_threads=read_threads, direct=direct
         )
@@ -163,7 +153,8 @@ class PageStore:
             open_stores.require_no_writer(place)
             lane_lock = LaneLock.take(place)
             try:
-                lane_lock.prepare()
+                root.mend(place, header)
+                lane_lock.prepare(header)
                 if bound is not None and bound != header.max_nbytes:
                     root.set_max_nbytes(place, bound)
                     header = replace(header, max_nbytes=bound)
@@ -244,6 +235,21 @@ class PageStore:
         """Raise ``StoreFullError`` if the store's bound has no room for ``nbytes`` more."""
         self._check_open()
         self._space.require(nbytes)
+
+    def make_room(
+        self, nbytes: int, keep: Callable[[], Collection[StoreRow]] | None = None
+    ) -> None:
+        """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.
+
+        It does what it can; ``reserve_scratch`` and ``write`` say whether that is enough.
+
+        Args:
+            nbytes: How much room.
+            keep: As for ``write``.
+        """
+        writer = self._own_writer()
+        with self._writing(), files.translated(self.path, "make room in"):
+            writer.make_room(nbytes, keep)
 
     def reserve_scratch(self, nbytes: int) -> None:
         """Count ``nbytes`` more of scratch files; ``StoreFullError`` if the bound has no room."""
@@ -352,8 +358,8 @@ class PageStore:
             raise ValueError(f"{len(entries)} entries for {arrays.count} pages")
         for entry in entries:
             entry.check(spec)
-        with self._contents.lock:
-            packed = self.find_rows([entry.key for entry in entries], group)
+        keys, index = [entry.key for entry in entries], self._contents.indexes[group]
+        packed = index.get_many(keys)
         fresh = {entries[n].key: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
         if fresh:
             numbers = sorted(fresh.values())
@@ -375,7 +381,7 @@ class PageStore:
             )
             with self._writing(), files.translated(self.path, "write pages to"):
                 writer.write(group, source, keep)
-            packed = self.find_rows([entry.key for entry in entries], group)
+            packed = index.get_many(keys)
         return [unpack_row(row) for row in packed.tolist()]
 
     def read(
@@ -529,6 +535,25 @@ class PageStore:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(self._closed)
+
+
+def _check_options(mode: str, read_timeout: float | None, read_threads: int) -> None:
+    if sys.platform == "win32":
+        raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
+    if mode not in ("a", "r"):
+        raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
+    if read_timeout is not None and not read_timeout > 0:
+        raise ValueError(f"read_timeout is {read_timeout!r}: give seconds, or None for ever")
+    if as_int("read_threads", read_threads) < 1:
+        raise ValueError(f"read_threads is {read_threads}: at least one thread must read")
+
+
+def _as_specs(spec: KVSpec | Sequence[KVSpec] | None) -> tuple[KVSpec, ...] | None:
+    specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+    for one in specs or ():
+        if not isinstance(one, KVSpec):
+            raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
+    return specs
 
 
 def _without_rest(spec: KVSpec, entry: PageEntry, page: Array) -> Array:

@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ TEMP_PREFIX = ".tmp-"
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 """Opening a pipe in a file's place must not wait for a writer; a file does not mind."""
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+_NOT_NOW = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_DIRECT = getattr(os, "O_DIRECT", 0)
 _CANNOT_BE_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 """How file systems and systems say that they do not know ``O_TMPFILE``."""
 _VANISHED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESPIPE)
@@ -47,11 +51,16 @@ def translated(place: Path | str, action: str = "use") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        culprit = error.filename
-        if culprit is not None and str(culprit) != str(place):
-            reason = f"{reason} ({culprit})"
-        raise StoreError(f"cannot {action} {place}: {reason}") from error
+        raise_translated(error, place, action)
+
+
+def raise_translated(error: OSError, place: Path | str, action: str) -> NoReturn:
+    """Raise the ``StoreError`` that stands for ``error``, as ``translated`` does."""
+    reason = error.strerror or str(error)
+    culprit = error.filename
+    if culprit is not None and str(culprit) != str(place):
+        reason = f"{reason} ({culprit})"
+    raise StoreError(f"cannot {action} {place}: {reason}") from error
 
 
 def make_dir(path: Path) -> None:
@@ -60,14 +69,27 @@ def make_dir(path: Path) -> None:
         path.mkdir(mode=0o700)
 
 
+def open_file(path: Path, *, direct: bool = False) -> int:
+    """A descriptor that reads ``path``, which must not be a symbolic link.
+
+    With ``direct`` it goes past the page cache where the system can; reads must then be aligned.
+    """
+    return os.open(path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK | (_DIRECT if direct else 0))
+
+
+def close_file(fd: int) -> None:
+    """Close a descriptor."""
+    os.close(fd)
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[int]:
-    """A descriptor that reads ``path``, which must not be a symbolic link."""
-    fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK)
+    """A descriptor of ``open_file``, closed after the block."""
+    fd = open_file(path)
     try:
         yield fd
     finally:
-        os.close(fd)
+        close_file(fd)
 
 
 def is_vanished(error: OSError) -> bool:
@@ -90,6 +112,21 @@ def pread_into(fd: int, out: Bytes, offset: int) -> int:
             break
         done += count
     return done
+
+
+def pread_now(fd: int, out: Bytes, offset: int) -> int:
+    """Fill ``out`` as far as that needs no wait for a disk; the bytes read, maybe 0.
+
+    Where the system cannot tell (no Linux, tmpfs), nothing is read.
+    """
+    if not _NOWAIT:
+        return 0
+    try:
+        return os.preadv(fd, [out.data], offset, _NOWAIT)
+    except OSError as error:
+        if error.errno in _NOT_NOW:
+            return 0
+        raise
 
 
 def pread_exact(fd: int, nbytes: int, offset: int) -> Bytes:
@@ -171,7 +208,7 @@ def write_atomic(
             write_all(fd, part)
         if sync:
             sync_file(fd)
-        os.replace(temp, path)
+        replace(temp, path)
 
 
 def overwrite(path: Path, data: "Bytes | bytes", offset: int) -> None:
@@ -200,10 +237,24 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def remove(path: Path) -> None:
-    """Remove the file, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
+def replace(path: Path, by_name: Path) -> None:
+    """Give the file at ``path`` another name, in place of what has that name."""
+    os.replace(path, by_name)
+
+
+def changed_ns(path: Path) -> int:
+    """When the folder's names last changed, in nanoseconds since 1970."""
+    return os.stat(path).st_mtime_ns  # noqa: PTH116 - reads as the system call
+
+
+def remove(path: Path) -> int:
+    """Remove the file, if it is there; its size, 0 if it is not."""
+    try:
+        nbytes = os.lstat(path).st_size
         os.unlink(path)
+    except FileNotFoundError:
+        return 0
+    return nbytes
 
 
 def remove_empty_folder(path: Path) -> None:

@@ -55,7 +55,9 @@ class StoreHeader:
         return cls(
             specs=specs,
             codec=codec,
-            segment_rows=tuple(Geometry.of(spec, codec).rows for spec in specs),
+            segment_rows=tuple(
+                Geometry.of(spec, codec, max_nbytes=max_nbytes).rows for spec in specs
+            ),
             max_nbytes=max_nbytes,
             store_tokens=store_tokens,
         )

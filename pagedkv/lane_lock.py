@@ -12,8 +12,9 @@ import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pagedkv import files, metadata
+from pagedkv import files, lane_document
 from pagedkv.format import ATTRIBUTE, METADATA, lane_name, lane_number
+from pagedkv.header import StoreHeader
 
 
 class LaneLock:
@@ -37,26 +38,36 @@ class LaneLock:
         for lane in itertools.count():
             path = root / lane_name(lane)
             files.make_dir(path)
-            if path.is_symlink():
-                continue
-            fd = files.open_folder(path)
-            if files.try_lock(fd):
-                return cls(lane, path, fd)
-            os.close(fd)
+            lock = None if path.is_symlink() else cls.try_take(root, lane)
+            if lock is not None:
+                return lock
         raise AssertionError("unreachable")
 
-    def prepare(self) -> None:
-        """Remove what an earlier writer left half done, and name the holder in the lane's group."""
+    @classmethod
+    def try_take(cls, root: Path, lane: int) -> "LaneLock | None":
+        """Lock a lane if nobody holds it."""
+        path = root / lane_name(lane)
+        fd = files.open_folder(path)
+        if files.try_lock(fd):
+            return cls(lane, path, fd)
+        files.close_file(fd)
+        return None
+
+    def prepare(self, header: StoreHeader) -> None:
+        """Remove what an earlier writer left half done; name the holder in the lane's document.
+
+        Args:
+            header: The store's, of which the document keeps a copy.
+        """
         files.remove_temps(self.path)
-        document = metadata.read_document(self.path) or json.loads(metadata.group_document())
         holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        document["attributes"] = {ATTRIBUTE: {"last_writer": holder}}
-        files.write_atomic(self.path / METADATA, [json.dumps(document, indent=2).encode()])
-        files.sync_dir(self.path)
+        changes = {lane_document.LAST_WRITER: holder, lane_document.HEADER: header.to_dict()}
+        with files.locked(self.path.parent):
+            lane_document.update(self.path.parent, self.lane, changes, sync=True)
 
     def release(self) -> None:
         """Give the lock back; also where forked children share its descriptor."""

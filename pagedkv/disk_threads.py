@@ -113,12 +113,12 @@ class DiskThreads:
                 thread.start()
             self._wake.notify_all()
 
-    def wait(self, jobs: Sequence[Job], deadline: float | None) -> None:
+    def wait(self, jobs: Sequence[Job], expires: float | None) -> None:
         """Wait until all of these are done.
 
         Args:
             jobs: Jobs that were started.
-            deadline: When to give up, in ``time.monotonic``'s seconds.
+            expires: When to give up, in ``time.monotonic``'s seconds.
 
         Raises:
             StoreTimeoutError: The deadline came first. Jobs that were not past the disk are given
@@ -129,7 +129,7 @@ class DiskThreads:
         with self._wake:
             for job in jobs:
                 while not job.is_done:
-                    left = None if deadline is None else deadline - time.monotonic()
+                    left = None if expires is None else expires - time.monotonic()
                     if left is not None and left <= 0 and job.abandon():
                         late = True
                         break

@@ -11,10 +11,10 @@ import socket
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pagedkv import files, lane_document
 from pagedkv.format import ATTRIBUTE, METADATA, lane_name, lane_number
-from pagedkv.header import StoreHeader
 
 
 class LaneLock:
@@ -53,21 +53,20 @@ class LaneLock:
         files.close_file(fd)
         return None
 
-    def prepare(self, header: StoreHeader) -> None:
-        """Remove what an earlier writer left half done; name the holder in the lane's document.
-
-        Args:
-            header: The store's, of which the document keeps a copy.
-        """
+    def clean(self) -> None:
+        """Remove what an earlier writer left half done."""
         files.remove_temps(self.path)
-        holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+
+    @staticmethod
+    def holder() -> dict[str, Any]:
+        """What the lane's document shall say of this process."""
+        return {
+            lane_document.LAST_WRITER: {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
         }
-        changes = {lane_document.LAST_WRITER: holder, lane_document.HEADER: header.to_dict()}
-        with files.locked(self.path.parent):
-            lane_document.update(self.path.parent, self.lane, changes, sync=True)
 
     def release(self) -> None:
         """Give the lock back; also where forked children share its descriptor."""

@@ -69,14 +69,14 @@ class PageReader:
         return self._threads.num_hung
 
     def read(
-        self, wanted: Iterable[SegmentRead], pages: PageArrays, timeout: float | None
+        self, wanted: Iterable[SegmentRead], pages: PageArrays, deadline: float | None
     ) -> list[int]:
         """Read and verify.
 
         Args:
             wanted: What to read.
             pages: Where to. Never written to after this has returned or raised.
-            timeout: Seconds after which to give up.
+            deadline: Seconds from now after which to give up.
 
         Returns:
             Numbers of the pages that are damaged or gone; what their memory holds is undefined.
@@ -85,7 +85,7 @@ class PageReader:
             StoreError: The system could not read; the file is named.
             StoreTimeoutError: The disk did not answer in time.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        expires = None if deadline is None else time.monotonic() + deadline
         damaged: set[int] = set()
         jobs: list[Job] = []
         try:
@@ -98,7 +98,7 @@ class PageReader:
                         job = self._job(one, rest, pages, damaged)
                         self._threads.start([job])
                         jobs.append(job)
-            self._threads.wait(jobs, deadline)
+            self._threads.wait(jobs, expires)
         except BaseException:
             self._threads.call_off(jobs)
             raise

@@ -50,7 +50,7 @@ class RowReader:
         layer: int | None,
         out: Sequence[Array] | Array,
         at: Numbers | None,
-        timeout: float | None,
+        deadline: float | None,
     ) -> None:
         """Read pages, or one layer of each, as ``PageStore.read`` says."""
         if len(rows) == 1 and self._read_small(rows, layer, out, at):
@@ -64,7 +64,7 @@ class RowReader:
         groups = packed >> ROW_BITS & (1 << GROUP_BITS) - 1
         number = int(groups[0])
         if not isinstance(out, np.ndarray) and (groups != number).any():
-            self._read_groups(packed, groups, layer, out, timeout)
+            self._read_groups(packed, groups, layer, out, deadline)
             return
         spec = self._contents.formats[number].spec
         if layer is not None and not 0 <= layer < spec.held_layers:
@@ -79,7 +79,7 @@ class RowReader:
             raise ValueError("an out array is read-only")
         lost: list[int] = []
         wanted = self._wanted(number, packed, layer, lost)
-        lost += self._reader.read(wanted, pages, timeout)
+        lost += self._reader.read(wanted, pages, deadline)
         pages.deliver()
         if lost:
             self._lose(packed, sorted(lost))
@@ -126,7 +126,7 @@ class RowReader:
         groups: Numbers,
         layer: int | None,
         out: Sequence[Array],
-        timeout: float | None,
+        deadline: float | None,
     ) -> None:
         """Read pages of several specs, one spec after the other."""
         if len(packed) != len(out):
@@ -136,7 +136,7 @@ class RowReader:
         for number in np.unique(groups).tolist():
             chosen = np.flatnonzero(groups == number)
             try:
-                self.read(packed[chosen], layer, [out[n] for n in chosen.tolist()], None, timeout)
+                self.read(packed[chosen], layer, [out[n] for n in chosen.tolist()], None, deadline)
             except CorruptPageError as error:
                 errors.append(error)
                 positions += chosen[list(error.positions)].tolist()

@@ -116,7 +116,7 @@ def store_info(path: str | os.PathLike[str]) -> StoreInfo:
     place, header, groups = read_store(path)
     with files.translated(place, "read the store"):
         lanes = tuple(_lane_info(place, lane, groups) for lane in lanes_of(place))
-        nbytes = _tree_nbytes(place)
+        nbytes = files.tree_nbytes(place)
     created = np.concatenate([pages.created_ns for pages in groups])
     return StoreInfo(
         path=str(place),
@@ -161,10 +161,5 @@ def _lane_info(place: Path, lane: int, groups: list[StoredPages]) -> LaneInfo:
         last_writer=holder_of(path),
         num_segments=sum(pages.segments.count(lane) for pages in groups),
         num_pages=sum(int((pages.lanes == lane).sum()) for pages in groups),
-        nbytes=_tree_nbytes(path),
+        nbytes=files.tree_nbytes(path),
     )
-
-
-def _tree_nbytes(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(sum(files.file_sizes(Path(parent)).values()) for parent, _, _ in os.walk(folder))

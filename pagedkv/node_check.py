@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pagedkv import files, lane_document, metadata
+import numpy as np
+
+from pagedkv import evictions, files, lane_document, metadata
 from pagedkv.codec import Codec
 from pagedkv.errors import FormatVersionError, StoreError
 from pagedkv.findings import Cost, Damage, Finding
@@ -17,6 +19,7 @@ from pagedkv.format import (
     CATALOG,
     METADATA,
     Geometry,
+    chunk_name,
     group_name,
     lane_name,
     segment_number,
@@ -27,6 +30,7 @@ from pagedkv.lane_lock import lanes_of
 from pagedkv.repair import write_document
 from pagedkv.spec import KVSpec
 
+_ENTRY_NBYTES = evictions.RECORD_DTYPE.itemsize
 _MAX_ROWS = 2**40
 """Rows are numbered with 40 bits."""
 
@@ -218,6 +222,35 @@ class GroupNodes:
         """Remove them all, as the lane's next writer would."""
         for array, name, _ in list(self._leftovers()):
             files.remove(self.path / array / name)
+
+    def check_ring(self) -> list[Finding]:
+        """What is damaged in the eviction ring: no page depends on it."""
+        path = self._ring
+        try:
+            chunk = files.read_bytes(path)
+        except OSError as error:
+            if files.is_vanished(error):
+                return []  # nothing has been evicted yet
+            raise
+        entries = np.frombuffer(chunk[: len(chunk) // _ENTRY_NBYTES * _ENTRY_NBYTES], np.uint8)
+        num_used = int(entries.reshape(-1, _ENTRY_NBYTES).any(axis=1).sum())
+        num_right = len(evictions.decode(chunk))
+        if len(chunk) == evictions.EVICTED_NBYTES and num_right == num_used:
+            return []
+        detail = f"has {num_used - num_right} damaged entries"
+        if len(chunk) != evictions.EVICTED_NBYTES:
+            detail = f"has {len(chunk)} bytes instead of {evictions.EVICTED_NBYTES}"
+        finding = self._finding(evictions.EVICTED, Damage.RING, detail, name=path.name)
+        return [replace(finding, cost=Cost.NOTHING)]
+
+    def mend_ring(self) -> None:
+        """Keep the entries that are right."""
+        chunk = evictions.encode(evictions.decode(files.read_bytes(self._ring)))
+        files.write_atomic(self._ring, [chunk], sync=False)
+
+    @property
+    def _ring(self) -> Path:
+        return self.path / evictions.EVICTED / chunk_name(0, len(evictions.EVICTED_DIMENSIONS))
 
     def _leftovers(self) -> Iterator[tuple[str, str, str]]:
         committed = self.chunks(CATALOG).keys()

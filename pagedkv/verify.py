@@ -18,7 +18,13 @@ from pagedkv.format import CATALOG, METADATA, Geometry, group_name, lane_name
 from pagedkv.header import StoreHeader
 from pagedkv.lane_access import is_in_use, lane_locked
 from pagedkv.lane_lock import lanes_of
-from pagedkv.node_check import GroupNodes, LaneNode, find_header, remove_root_leftovers, root_leftovers
+from pagedkv.node_check import (
+    GroupNodes,
+    LaneNode,
+    find_header,
+    remove_root_leftovers,
+    root_leftovers,
+)
 from pagedkv.repair import mend_segment
 from pagedkv.root import mend
 from pagedkv.segment_check import SegmentCheck, SegmentPlace, check_segment
@@ -88,9 +94,7 @@ class _Walk:
             if name.startswith("c.")
         )
         self._names(self.root, {METADATA, *map(lane_name, lanes)})
-        self._settle(
-            root_leftovers(self.root), True, lambda: remove_root_leftovers(self.root)
-        )
+        self._settle(root_leftovers(self.root), True, lambda: remove_root_leftovers(self.root))
         for lane in lanes:
             self._lane(lane, header)
 
@@ -122,6 +126,7 @@ class _Walk:
         for array in nodes.arrays:
             names = {METADATA, *nodes.chunks(array).values()}
             self._names(nodes.path / array, names)
+        self._settle(self._stable(nodes.check_ring, nodes.lane), locked, nodes.mend_ring)
         if nodes.lane not in self.busy_lanes:
             self._settle(nodes.leftovers(), locked, nodes.remove_leftovers)
         for number in sorted(nodes.chunks(CATALOG)):

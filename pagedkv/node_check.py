@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ from pagedkv.lane_lock import lanes_of
 from pagedkv.repair import write_document
 from pagedkv.spec import KVSpec
 
+_GROUP_FIELDS = ("attributes", "consolidated_metadata", "node_type", "zarr_format")
 _ENTRY_NBYTES = evictions.RECORD_DTYPE.itemsize
 _MAX_ROWS = 2**40
 """Rows are numbered with 40 bits."""
@@ -298,11 +299,24 @@ def _document(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_group(document: dict[str, Any] | None) -> bool:
+    """Whether Zarr takes the document for that of a group."""
     return (
         document is not None
         and document.get("node_type") == "group"
         and document.get("zarr_format") == 3
+        and not _unknown_fields(document, _GROUP_FIELDS)
+        and isinstance(document.get("attributes", {}), dict)
     )
+
+
+def _unknown_fields(document: dict[str, Any], known: Collection[str]) -> list[str]:
+    """Fields for which Zarr readers refuse a document."""
+    return [
+        name
+        for name, value in document.items()
+        if name not in known
+        and not (isinstance(value, dict) and value.get("must_understand") is False)
+    ]
 
 
 def _attributes(document: dict[str, Any] | None) -> dict[str, Any]:
@@ -330,6 +344,9 @@ def _array_damage(expected: dict[str, Any], document: dict[str, Any] | None, num
     ]
     if fields:
         return f"has another {fields[0]} than the header asks for"
+    unknown = _unknown_fields(document, expected)
+    if unknown or not isinstance(document.get("attributes", {}), dict):
+        return f"has an unknown field {unknown[0]}" if unknown else "has damaged attributes"
     shape = document.get("shape")
     if not isinstance(shape, list) or not shape or shape[1:] != expected["shape"][1:]:
         return f"has shape {shape}"

@@ -31,11 +31,12 @@ MOST_AHEAD_NBYTES = 16 * 2**20
 """How much more than it needs a writer claims at most; also what it claims without a bound."""
 AHEAD_SHARE = 256
 """With a bound, it claims no more ahead than the bound divided by this."""
-MARGIN_NBYTES = 64
-"""Room in each claim for the growth of the lane's own document, whose numbers change."""
+MARGIN_NBYTES = 4096
+"""Room in each claim for the documents of the lane, whose numbers change: one at a time is written
+anew without a reservation."""
 DOCUMENT_MARGIN_NBYTES = 1024
 """How much larger than all there are the next document may be: holder and claim in a new one."""
-TRUSTED_SECONDS = 5.0
+TRUSTED_SECONDS = 30.0
 """How long the true claim of a lane without an owner is not looked at again: whoever takes space
 back there may be killed between removing files and lowering the claim."""
 
@@ -203,6 +204,7 @@ class Space:
             self._read_bound()
             if self._max_nbytes is None:
                 return None
+            self._correct_claims()
             return max(self._max_nbytes - self._count_others() - self._needed_nbytes(), 0)
 
     def measure(self) -> None:

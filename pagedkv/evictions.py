@@ -20,7 +20,7 @@ from pagedkv.spec import PageKey
 
 logger = logging.getLogger("pagedkv")
 
-EVICTED_DIMENSIONS = ("entry", "record")
+EVICTED_DIMENSIONS = ("entry", "field")
 NUM_ENTRIES = 1024
 RECORD_DTYPE = np.dtype([("key", "V32"), ("time_ns", "<u8"), ("reason", "<u4"), ("crc", "<u4")])
 """One record; ``crc`` is the CRC32C of the bytes before it. A place without one is zeros."""

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,6 +68,39 @@ def make_dir(path: Path) -> None:
     """Create ``path`` as a private folder; it may exist."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+
+
+def make_dirs(path: Path) -> None:
+    """Create ``path`` and the folders above it, where they are missing."""
+    os.makedirs(path, exist_ok=True)  # noqa: PTH103 - reads as the system call
+
+
+def restrict(path: Path) -> None:
+    """Take all rights on the folder from others than its owner."""
+    os.chmod(path, 0o700)  # noqa: PTH101 - the same
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything at ``path``, or behind it if it is a symbolic link."""
+    try:
+        os.stat(path)  # noqa: PTH116 - the same
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_folder(path: Path, *, follow: bool = False) -> bool:
+    """Whether ``path`` is a folder; a symbolic link is none unless ``follow``."""
+    try:
+        mode = os.stat(path, follow_symlinks=follow).st_mode  # noqa: PTH116 - the same
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISDIR(mode)
+
+
+def names(path: Path) -> list[str]:
+    """Names of all that is in the folder, sorted."""
+    return sorted(os.listdir(path))
 
 
 def open_file(path: Path, *, direct: bool = False) -> int:

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from pagedkv import files, metadata
 from pagedkv.catalog import HAS_PARENT, derived_chunks, map_of, unpack_catalog
 from pagedkv.codec import Bytes
-from pagedkv.evictions import EVICTED
 from pagedkv.format import (
     CATALOG,
     CATALOG_DIMENSIONS,
+    EVICTED,
     KV,
     KV_DIMENSIONS,
     METADATA,
@@ -215,9 +215,7 @@ class LaneGroup:
             for array in missing:
                 files.make_dir(self.path / array)
                 files.write_atomic(self.path / array / METADATA, [documents[array]])
-                files.sync_dir(self.path / array)
             files.write_atomic(self.path / METADATA, [metadata.group_document()])
-            files.sync_dir(self.path)
         files.remove_temps(self.path)
         num_rows = self._num_rows(CATALOG) or 0
         self.next_segment = max(self.next_segment, -(-num_rows // self.geometry.rows))
@@ -228,6 +226,7 @@ class LaneGroup:
                 files.remove(self.chunk_path(array, number))
         self._complete_columns()
         self._set_capacity(self.next_segment)
+        files.sync_dir(self.path)
 
     def commit(self, first: int, source: SegmentSource) -> list[tuple[Segment, SegmentMap]]:
         """Write segments ``first``, ``first + 1``, … durably: all of them or none.

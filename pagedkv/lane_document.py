@@ -92,7 +92,7 @@ def update(root: Path, lane: int, changes: Mapping[str, Any], *, sync: bool) -> 
         root: The store's folder.
         lane: Whose document.
         changes: New values by name.
-        sync: Whether the change must survive a power cut.
+        sync: Whether the bytes are on the disk before the name changes.
 
     Returns:
         The new document.
@@ -113,8 +113,6 @@ def update(root: Path, lane: int, changes: Mapping[str, Any], *, sync: bool) -> 
     if not before.nbytes:
         files.remove_empty_folder(folder / METADATA)
     files.write_atomic(folder / METADATA, [raw], sync=sync, folder=root)
-    if sync:
-        files.sync_dir(folder)
     return LaneDocument(nbytes=len(raw), node=node, attributes=attributes)
 
 

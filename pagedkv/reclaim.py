@@ -18,8 +18,8 @@ from pagedkv import files
 from pagedkv.catalog import unpack_catalog
 from pagedkv.contents import Contents, Place
 from pagedkv.errors import StoreFullError
-from pagedkv.evictions import EVICTED, EVICTED_NBYTES, EvictionReason, EvictionRing
-from pagedkv.format import CATALOG, KV, StoreRow
+from pagedkv.evictions import EVICTED_NBYTES, EvictionReason, EvictionRing
+from pagedkv.format import CATALOG, EVICTED, KV, StoreRow
 from pagedkv.lane import Segment, SegmentSource
 from pagedkv.lane_lock import LaneLock
 from pagedkv.page_reader import PageReader

@@ -10,7 +10,6 @@ found out anew when a store is opened for writing, and by whoever is short of ro
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -389,7 +388,7 @@ class Space:
             self._measured[lane] = (self._documents[lane][0], time.monotonic())
             files.unlock(fd)
         finally:
-            os.close(fd)
+            files.close_file(fd)
         return claim != true_claim
 
     def _full(self, nbytes: int, others_nbytes: int) -> StoreFullError:

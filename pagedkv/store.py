@@ -30,6 +30,7 @@ from pagedkv.format import (
     PackedRows,
     PageEntry,
     StoreRow,
+    lane_name,
     unpack_row,
 )
 from pagedkv.header import StoreHeader
@@ -148,7 +149,8 @@ class PageStore:
             return make(header, None)
         with open_stores.opening, files.translated(place, "write to the store"):
             open_stores.require_no_writer(place)
-            lane_lock = LaneLock.take(place)
+            with files.locked(place):  # nobody measures lanes without an owner meanwhile
+                lane_lock = LaneLock.take(place)
             try:
                 root.mend(place, header)
                 lane_lock.clean()
@@ -386,7 +388,8 @@ class PageStore:
             out: For each an array of its spec's ``page_shape`` and dtype, maybe strided; or one
                 array whose first axis is the page, for pages of one spec.
             at: For one array, the places of its first axis; from its beginning by default.
-            deadline: Seconds from now after which to give up; the store's ``read_deadline`` by default.
+            deadline: Seconds from now after which to give up; the store's ``read_deadline`` by
+                default.
 
         Raises:
             CorruptPageError: Some pages are damaged or gone. All others have been read; the store
@@ -494,6 +497,9 @@ class PageStore:
         try:
             for group in groups:
                 group.prepare()
+            # Their own names last, so that what is committed later hangs on to the root.
+            files.sync_dir(self.path / lane_name(lane))
+            files.sync_dir(self.path)
         finally:
             self._space.release(nbytes)
             self._space.measure()

@@ -63,9 +63,13 @@ class RowReader:
             return
         groups = packed >> ROW_BITS & (1 << GROUP_BITS) - 1
         number = int(groups[0])
-        if not isinstance(out, np.ndarray) and (groups != number).any():
+        if (groups != number).any():
+            if isinstance(out, np.ndarray):
+                raise ValueError("the rows are of several specs: give one array for each page")
             self._read_groups(packed, groups, layer, out, deadline)
             return
+        if number >= len(self._contents.formats):
+            raise self._not_found(unpack_row(int(packed[0])))
         spec = self._contents.formats[number].spec
         if layer is not None and not 0 <= layer < spec.held_layers:
             raise ValueError(f"layer is {layer}: the spec holds {spec.held_layers} layers")
@@ -94,6 +98,8 @@ class RowReader:
         """Read one small chunk from the page cache; False if that is for ``read`` to do."""
         packed = int(rows[0]) if isinstance(rows, np.ndarray) else pack_row(rows[0])
         lane, number = packed >> ROW_BITS + GROUP_BITS, packed >> ROW_BITS & (1 << GROUP_BITS) - 1
+        if number >= len(self._contents.formats) or not _is_one(out, at):
+            return False
         form = self._contents.formats[number]
         if not form.has_small_chunks or (layer is None and form.geometry.num_layers > 1):
             return False
@@ -195,8 +201,10 @@ class RowReader:
         elif group is not None and segment_number < group.next_segment:
             return None
         first = segment_number * self._contents.rows_of(number)
-        row = StoreRow(lane, number, first + int(rows[-1]))
-        raise PageNotFoundError(f"the store {self._contents.root} has no page in {row}")
+        raise self._not_found(StoreRow(lane, number, first + int(rows[-1])))
+
+    def _not_found(self, row: StoreRow) -> PageNotFoundError:
+        return PageNotFoundError(f"the store {self._contents.root} has no page in {row}")
 
     def _lose(self, packed: PackedRows, positions: Sequence[int]) -> NoReturn:
         """Forget damaged pages, each in favour of its next copy if there is one, and raise."""
@@ -217,3 +225,10 @@ class RowReader:
         )
         logger.warning("%s", message)
         raise CorruptPageError(message, tuple(keys), tuple(positions))
+
+
+def _is_one(out: Sequence[Array] | Array, at: Numbers | None) -> bool:
+    """Whether ``out`` and ``at`` name one array, beyond doubt."""
+    if isinstance(out, np.ndarray) and at is not None:
+        return len(at) == 1 and 0 <= int(at[0]) < len(out)
+    return at is None and len(out) == 1

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from pagedkv import files
 from pagedkv.contents import Contents
 from pagedkv.evictions import EvictionReason
-from pagedkv.format import StoreRow
 from pagedkv.lane import SegmentSource
 from pagedkv.page_reader import PageReader
 from pagedkv.reclaim import CollectReport, Keep, Reclaimer
 from pagedkv.space import Space
+from pagedkv.spec import PageKey
 
 
 class RowWriter:
@@ -92,5 +92,5 @@ class RowWriter:
             self._space.release(nbytes, written=written)
 
 
-def _none() -> Collection[StoreRow]:
+def _none() -> Collection[tuple[int, PageKey]]:
     return ()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagedkv import files
 from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless
 from pagedkv.format import Geometry, LayerCrcs, LayerSizes, crc32c, segment_index
-from pagedkv.memory import Numbers, PageArrays
+from pagedkv.memory import Numbers, PageArrays, aligned
 from pagedkv.segment_map import SegmentMap, bounds_of
 from pagedkv.spec import KVSpec
 
@@ -144,7 +144,8 @@ class SegmentFormat:
             if extent:
                 end = extent[-1].offset + extent[-1].nbytes
                 total = piece.offset + piece.nbytes - extent[0].offset
-                if piece.offset - end > _GAP_NBYTES or total > EXTENT_NBYTES:
+                is_behind = 0 <= piece.offset - end <= _GAP_NBYTES
+                if not is_behind or total > EXTENT_NBYTES:
                     yield extent
                     extent = []
             extent.append(piece)
@@ -251,7 +252,7 @@ def transfer_buffer(nbytes: int) -> Bytes:
     """The calling thread's transfer buffer, valid until its next call."""
     buffer: Bytes | None = getattr(_buffers, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
-        buffer = np.empty(max(nbytes, _WRITE_NBYTES), np.uint8)
+        buffer = aligned(max(nbytes, _WRITE_NBYTES))
         _buffers.buffer = buffer
     return buffer[:nbytes]
 

@@ -140,8 +140,9 @@ class Bench:
         able = [name for name, timed in peers.items() if timed is not None]
         runs = [ours, *(timed for timed in peers.values() if timed is not None)]
         seconds: list[list[float]] = [[] for _ in runs]
-        task = self.progress.add_task(case, total=(self.rounds + 1) * len(runs))
-        for number in range(self.rounds + 1):
+        numbers = range(1 if self.tiny else 0, self.rounds + 1)
+        task = self.progress.add_task(case, total=len(numbers) * len(runs))
+        for number in numbers:
             for index in list(range(len(runs)))[:: -1 if number % 2 else 1]:
                 taken = runs[index]()
                 if number:

@@ -7,7 +7,15 @@ import numpy as np
 
 import pagedkv as pk
 from measure.compare import Bench, Target, Timed, gigabytes_a_second
-from measure.pages import Keys, Reader, chunk_files, random_pages, spec_of, write_store
+from measure.pages import (
+    Keys,
+    Reader,
+    aligned_array,
+    chunk_files,
+    random_pages,
+    spec_of,
+    write_store,
+)
 from measure.reads import cold
 from measure.writes import write_each
 
@@ -26,7 +34,7 @@ def int8_store(bench: Bench) -> None:
     writers: dict[str, Timed] = {}
     readers: dict[str, Timed] = {}
     stores = []
-    out = np.zeros_like(pages)
+    out = aligned_array(pages.shape, pages.dtype)
     order = np.random.default_rng(1).permutation(len(pages)).tolist()
     for name, codec in codecs.items():
         store, rows = write_store(folder / f"{name}-read", spec, pages, codec=codec, batch=batch)

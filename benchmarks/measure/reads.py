@@ -15,6 +15,7 @@ import pagedkv as pk
 from measure.compare import Bench, Target, Timed, gigabytes_a_second
 from measure.pages import (
     Reader,
+    aligned_array,
     chunk_files,
     empty_pool,
     random_pages,
@@ -61,6 +62,8 @@ def warm_reads(bench: Bench) -> None:
                 into = f"warm read into {{}}, {size} float16, {batch} a batch, {name}"
                 _warm_into_pool(bench, into, stored, batch, threads, num_threads)
                 _warm_into_array(bench, into, stored, batch, threads, num_threads)
+            into = f"warm read into {{}}, {size} float16, {batch} a batch, one thread"
+            _warm_into_array(bench, into, stored, batch, threads, 1, aligned=False)
             one = f"warm read into {{}}, {size} float16, one page at a time, one thread"
             _warm_into_pool(bench, one, stored, 1, threads, 1)
             _warm_into_array(bench, one, stored, 1, threads, 1)
@@ -151,8 +154,13 @@ def _warm_into_array(
     batch: int,
     threads: ThreadPoolExecutor,
     num_threads: int,
+    *,
+    aligned: bool = True,
 ) -> None:
-    out, reader, requests = _into_array(stored, batch)
+    count = len(stored.rows)
+    shape, dtype = (count, *stored.spec.page_shape), stored.spec.np_dtype
+    out = aligned_array(shape, dtype) if aligned else np.ones(shape, dtype)
+    reader, requests = _into(out, stored, batch)
 
     def read(part: int, num_parts: int) -> None:
         for page, buffers, _ in requests[part::num_parts]:
@@ -165,7 +173,7 @@ def _warm_into_array(
 
     checked = "plain file, preadv and CRC32C"
     bench.compare(
-        case.format("an array"),
+        case.format("an array" if aligned else "an array as numpy allocates it"),
         gigabytes_a_second(stored.nbytes),
         _in_threads(threads, num_threads, reader.read),
         {
@@ -185,7 +193,8 @@ def _cold(
     num_threads: int,
     num_peer_threads: int,
 ) -> None:
-    _, reader, requests = _into_array(stored, batch)
+    out = aligned_array((len(stored.rows), *stored.spec.page_shape), stored.spec.np_dtype)
+    reader, requests = _into(out, stored, batch)
 
     def read(part: int, num_parts: int) -> None:
         for page, buffers, _ in requests[part::num_parts]:
@@ -202,20 +211,17 @@ def _cold(
     )
 
 
-def _into_array(
-    stored: Stored, batch: int
-) -> tuple[Array, Reader, list[tuple[int, list[memoryview], int]]]:
-    """An array, what reads the store's pages into it, and the plain file's pages and memory."""
-    count = len(stored.rows)
-    out = np.zeros((count, *stored.spec.page_shape), stored.spec.np_dtype)
-    out.view(np.uint8)[...] = 1  # so that the system has given all of its memory
-    places = list(range(count))
-    lines = out.reshape(count, -1).view(np.uint8)
+def _into(
+    out: Array, stored: Stored, batch: int
+) -> tuple[Reader, list[tuple[int, list[memoryview], int]]]:
+    """What reads the store's pages into a contiguous array; the plain file's pages and memory."""
+    places = list(range(len(out)))
+    lines = out.reshape(len(out), -1).view(np.uint8)
     requests = [
         (page, [memoryview(lines[place])], place)
         for page, place in zip(stored.order, places, strict=True)
     ]
-    return out, stored.reader(out, places, batch), requests
+    return stored.reader(out, places, batch), requests
 
 
 def _in_threads(

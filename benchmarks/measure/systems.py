@@ -25,7 +25,13 @@ Array = npt.NDArray[Any]
 
 
 class System(Protocol):
-    """A place for pages."""
+    """A place for pages.
+
+    Attributes:
+        syncs: Whether a write waits for the disk.
+    """
+
+    syncs: bool
 
     @property
     def name(self) -> str:
@@ -45,6 +51,7 @@ class Ours:
     """``PageStore``."""
 
     name = "PagedKV, fsync, CRC32C"
+    syncs = True
 
     def __init__(self, path: Path, spec: pk.KVSpec) -> None:
         self._spec = spec
@@ -79,7 +86,8 @@ class Zarr:
         layout: Shapes of a shard and of an inner chunk.
         capacity: Most batches that will be written.
         pipeline: Class that encodes and decodes, as Zarr's configuration names it.
-        name: Of the system.
+        name: Of the pipeline.
+        sync: Wait for the disk after every batch, which Zarr itself never does.
     """
 
     def __init__(
@@ -90,8 +98,12 @@ class Zarr:
         capacity: int,
         pipeline: str,
         name: str,
+        *,
+        sync: bool,
     ) -> None:
-        self.name = name
+        self.name = f"{name}, {'fsync after' if sync else 'no fsync'}, CRC32C"
+        self.syncs = sync
+        self._path = path
         shards, chunks = layout
         self._shard_rows = shards[0]
         self._rows: dict[pk.PageKey, int] = {}
@@ -117,9 +129,15 @@ class Zarr:
 
     def write(self, keys: Sequence[pk.PageKey], pages: Array) -> None:
         """The next shard."""
-        first = next(self._batches) * self._shard_rows
+        number = next(self._batches)
+        first = number * self._shard_rows
         with self._configured():
             self._array[first : first + len(keys)] = pages
+        if self.syncs:
+            with (self._path / self._array.metadata.encode_chunk_key((number, 0, 0, 0, 0, 0))).open(
+                "rb"
+            ) as shard:
+                os.fsync(shard.fileno())
         self._rows.update(zip(keys, range(first, first + len(keys)), strict=True))
 
     def read(self, keys: Sequence[pk.PageKey], out: Array) -> None:
@@ -166,6 +184,7 @@ class SQLite:
     """Blobs in a table by key."""
 
     name = "SQLite blobs, WAL, synchronous FULL, no checksum"
+    syncs = True
 
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, isolation_level=None)
@@ -203,6 +222,7 @@ class LMDB:
     """A memory-mapped B+ tree."""
 
     name = "LMDB, fsync, no checksum"
+    syncs = True
 
     def __init__(self, path: Path) -> None:
         self._environment = lmdb.open(str(path), map_size=2**36)

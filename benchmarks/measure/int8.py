@@ -38,7 +38,7 @@ def int8_store(bench: Bench) -> None:
     order = np.random.default_rng(1).permutation(len(pages)).tolist()
     for name, codec in codecs.items():
         store, rows = write_store(folder / f"{name}-read", spec, pages, codec=codec, batch=batch)
-        reader = Reader(store, [rows[page] for page in order], out, range(len(out)), batch)
+        reader = Reader(store, rows, order, out, range(len(out)), batch)
         readers[name] = cold(chunk_files(store), reader.read)
         target = pk.PageStore.open(folder / f"{name}-write", spec, codec=codec)
         writers[name] = write_each(target, Keys(), pages[:batch], 4)

@@ -84,14 +84,14 @@ def as_pages(pages: Array) -> Any:
 
 def write_store(
     path: Path, spec: pk.KVSpec, pages: Array, *, codec: pk.Codec | None = None, batch: int = 64
-) -> tuple[pk.PageStore, list[pk.StoreRow]]:
-    """A new store that holds the pages, written in batches, and where each of them is."""
+) -> tuple[pk.PageStore, Any]:
+    """A new store that holds the pages, written in batches, and where they are (``find_rows``)."""
     store = pk.PageStore.open(path, spec, codec=codec)
-    rows: list[pk.StoreRow] = []
-    entries = entries_of(spec, Keys().take(len(pages)))
+    keys = Keys().take(len(pages))
+    entries = entries_of(spec, keys)
     for at in range(0, len(pages), batch):
-        rows += store.write(0, entries[at : at + batch], as_pages(pages[at : at + batch]))
-    return store, rows
+        store.write(0, entries[at : at + batch], as_pages(pages[at : at + batch]))
+    return store, find_rows(store, keys)
 
 
 class Reader:
@@ -99,27 +99,30 @@ class Reader:
 
     Args:
         store: Where from.
-        rows: Where each page is.
+        rows: Where the pages are, as ``find_rows`` gives it.
+        order: Which of the rows, in which order.
         pages: Where to: ``(page, layer, kind, token, head, channel)``, maybe strided.
-        places: For each row an index into ``pages``.
+        places: For each of these an index into ``pages``.
         batch: Rows of one call.
     """
 
     def __init__(
         self,
         store: pk.PageStore,
-        rows: Sequence[pk.StoreRow],
+        rows: Any,
+        order: Sequence[int],
         pages: Array,
         places: Sequence[int],
         batch: int,
     ) -> None:
         self._store = store
         self._pages = pages
-        self._calls: list[tuple[Sequence[pk.StoreRow], Any]] = []
-        for start in range(0, len(rows), batch):
-            at = places[start : start + batch]
+        self._calls: list[tuple[Any, Any]] = []
+        for start in range(0, len(order), batch):
+            which, at = order[start : start + batch], places[start : start + batch]
             to = np.array(at, np.int64) if _TAKES_ARRAYS else [pages[place] for place in at]
-            self._calls.append((rows[start : start + batch], to))
+            of = rows[which] if isinstance(rows, np.ndarray) else [rows[one] for one in which]
+            self._calls.append((of, to))
 
     def read(self, part: int = 0, num_parts: int = 1) -> None:
         """Make the calls, or every ``num_parts``-th from number ``part`` on."""

@@ -133,8 +133,12 @@ def is_vanished(error: OSError) -> bool:
 
 def read_bytes(path: Path) -> bytes:
     """All bytes of ``path``, which must not be a symbolic link."""
-    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
-        return file.read() or b""  # None: a pipe that has a writer, but no bytes
+    parts = []
+    with reading(path) as fd, contextlib.suppress(BlockingIOError):  # a pipe with a writer
+        size = os.fstat(fd).st_size
+        while part := os.read(fd, size + 1):
+            parts.append(part)
+    return b"".join(parts)
 
 
 def pread_into(fd: int, out: Bytes, offset: int) -> int:

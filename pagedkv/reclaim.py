@@ -226,8 +226,7 @@ class Reclaimer:
         keys = [key for key, left in zip(one.segment.keys, rows, strict=True) if left and key]
         if not keys:
             return
-        lane, number, _ = one.place
-        path = self._contents.groups[lane, number].path / EVICTED
+        path = self._contents.groups[self._lane, one.place[1]].path / EVICTED
         before = sum(files.file_sizes(path).values())
         try:
             self._space.reserve(2 * EVICTED_NBYTES)

@@ -492,8 +492,7 @@ class PageStore:
             files.sync_dir(self.path / lane_name(lane))
             files.sync_dir(self.path)
         finally:
-            self._space.release(nbytes)
-            self._space.measure()
+            self._space.measure(nbytes)
         self._writer = RowWriter(self._contents, self._space, self._files, lane)
 
     def _source(

@@ -101,7 +101,12 @@ class DiskThreads:
                     f"{MAX_HUNG} reads hang in the system already: look at the disk"
                 )
             self._queue.extend(jobs)
-            self._start_threads()
+            try:
+                self._start_threads()
+            except BaseException:
+                for job in jobs:
+                    job.abandon()
+                raise
             self._wake.notify_all()
 
     def wait(self, jobs: Sequence[Job], expires: float | None) -> None:
@@ -154,8 +159,8 @@ class DiskThreads:
         )
         for _ in range(missing):
             thread = threading.Thread(target=self._work, name="pagedkv-disk", daemon=True)
-            self._threads.add(thread)
             thread.start()
+            self._threads.add(thread)
 
     def _count_hung(self) -> int:
         return sum(job.is_abandoned for job in self._running)
@@ -181,3 +186,4 @@ class DiskThreads:
                 del self._running[job]
                 job.is_done = True
                 self._wake.notify_all()
+            del job  # and with it the caller's memory, while this thread is idle

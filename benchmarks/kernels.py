@@ -95,6 +95,7 @@ class Pool:
         return self.batches[self.next]
 
     def memory(self) -> PageMemory:
+        """The next pages, where they are."""
         layer, kind, slot = self.array.strides[:3]
         return PageMemory(
             self.array.ctypes.data + self.batch().astype(np.int64) * slot, layer, kind

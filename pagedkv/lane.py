@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +42,7 @@ logger = logging.getLogger("pagedkv")
 
 _FIRST_SEGMENTS = 16
 _MORE_SEGMENTS = 256
+_SYNCED_TOGETHER = 4
 _GROWTH_NBYTES = 16 * 2**10
 _YOUNG_NS = 50 * 10**6
 """A folder changed so lately may change again without showing it."""
@@ -236,31 +238,17 @@ class LaneGroup:
             ValueError: The codec cannot represent a number; the same.
         """
         rows = self.geometry.rows
-        starts = range(0, len(source.keys), rows)
-        numbers = range(first, first + len(starts))
+        numbers = range(first, first + -(-len(source.keys) // rows))
         temps: list[tuple[Path, Path]] = []
-        made = []
+        made: list[tuple[Segment, SegmentMap, Bytes]] = []
         try:
-            for number, start in zip(numbers, starts, strict=True):
-                keys = tuple(source.keys[start : start + rows])
-                path = self.chunk_path(KV, number)
-                with files.new_file(path) as (fd, temp):
-                    temps.append((temp, path))
-                    segment_map = source.write(fd, start, len(keys))
-                    files.sync_file(fd)
-                chunk = source.catalog(number, start, segment_map)
-                path = self.chunk_path(CATALOG, number)
-                with files.new_file(path) as (fd, temp):
-                    temps.append((temp, path))
-                    files.write_all(fd, chunk)
-                    files.sync_file(fd)
-                made.append(
-                    (Segment(number, self.chunk_path(KV, number), keys), segment_map, chunk)
-                )
+            for start in range(0, len(numbers), _SYNCED_TOGETHER):
+                part = numbers[start : start + _SYNCED_TOGETHER]
+                made += self._write_segments(part, start * rows, source, temps)
             for temp, path in temps:
                 files.replace(temp, path)
-            files.sync_dir(self.path / KV)
-            files.sync_dir(self.path / CATALOG)
+            folders = (self.path / KV, self.path / CATALOG)
+            files.sync_together([partial(files.sync_dir, folder) for folder in folders])
         except BaseException:
             for paths in reversed(temps):
                 for path in paths:
@@ -324,6 +312,35 @@ class LaneGroup:
         if int(record["row"][0]) != number * self.geometry.rows + place:
             raise ValueError(f"it is the record of row {record['row'][0]}")
         return record
+
+    def _write_segments(
+        self, numbers: range, start: int, source: SegmentSource, temps: list[tuple[Path, Path]]
+    ) -> list[tuple[Segment, SegmentMap, Bytes]]:
+        """Make the bytes of a few segments durable, under temporary names; adds these to ``temps``.
+
+        Neither a segment nor its catalogue chunk is visible yet, so that they may get to the disk
+        in any order.
+        """
+        made: list[tuple[Segment, SegmentMap, Bytes]] = []
+        with contextlib.ExitStack() as stack:
+            syncs = []
+            for number in numbers:
+                keys = tuple(source.keys[start : start + self.geometry.rows])
+                path = self.chunk_path(KV, number)
+                fd, temp = stack.enter_context(files.new_file(path))
+                temps.append((temp, path))
+                segment_map = source.write(fd, start, len(keys))
+                syncs.append(partial(files.sync_file, fd))
+                chunk = source.catalog(number, start, segment_map)
+                catalog_path = self.chunk_path(CATALOG, number)
+                fd, temp = stack.enter_context(files.new_file(catalog_path))
+                temps.append((temp, catalog_path))
+                files.write_all(fd, chunk)
+                syncs.append(partial(files.sync_file, fd))
+                made.append((Segment(number, path, keys), segment_map, chunk))
+                start += len(keys)
+            files.sync_together(syncs)
+        return made
 
     def _load_segment(self, number: int) -> tuple[Segment, SegmentMap]:
         chunk = files.read_bytes(self.chunk_path(CATALOG, number))

@@ -256,7 +256,7 @@ class LaneGroup:
                         files.remove(path)
             raise
         for segment, _, chunk in made:
-            self._write_columns(segment.number, chunk.tobytes())
+            self._write_columns(segment.number, chunk, np.arange(rows) < len(segment.keys))
         return [(segment, segment_map) for segment, segment_map, _ in made]
 
     def growth_nbytes(self, num_segments: int) -> int:
@@ -353,21 +353,22 @@ class LaneGroup:
         )
         return Segment(number, self.chunk_path(KV, number), keys), segment_map
 
-    def _write_columns(self, number: int, chunk: bytes) -> None:
+    def _write_columns(self, number: int, chunk: Bytes, holds: npt.NDArray[np.bool_]) -> None:
         """Write the derived columns of a segment: a convenience, so failing is only logged."""
+        records = chunk[:-4].view(self.geometry.record_dtype)
         try:
-            records, holds = unpack_catalog(self.geometry, number, chunk)
             for name, values in derived_chunks(self.geometry, records, holds).items():
                 data = values.reshape(-1).view(np.uint8)
                 files.write_atomic(self.chunk_path(name, number), [data], sync=False)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             logger.warning("could not write the derived columns of %s: %s", self.path, error)
 
     def _complete_columns(self) -> None:
         for number in sorted(self._incomplete()):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 chunk = files.read_bytes(self.chunk_path(CATALOG, number))
-                self._write_columns(number, chunk)
+                _, holds = unpack_catalog(self.geometry, number, chunk)
+                self._write_columns(number, np.frombuffer(chunk, np.uint8), holds)
 
     def _incomplete(self) -> set[int]:
         """Segments that lack a chunk of a derived column."""

@@ -25,16 +25,32 @@ class Job:
         fetch: Called in a disk thread with the thread's own memory; its result goes to ``use``.
         use: Called afterwards, in the same thread, unless the job has been given up.
         nbytes: Memory that ``fetch`` needs.
+        what: What is read, for messages.
     """
 
-    __slots__ = ("_lock", "error", "fetch", "is_abandoned", "is_done", "is_used", "nbytes", "use")
+    __slots__ = (
+        "_lock",
+        "error",
+        "fetch",
+        "is_abandoned",
+        "is_done",
+        "is_used",
+        "nbytes",
+        "use",
+        "what",
+    )
 
     def __init__(
-        self, fetch: Callable[[Bytes], int], use: Callable[[Bytes, int], None], nbytes: int
+        self,
+        fetch: Callable[[Bytes], int],
+        use: Callable[[Bytes, int], None],
+        nbytes: int,
+        what: object,
     ) -> None:
         self.fetch = fetch
         self.use = use
         self.nbytes = nbytes
+        self.what = what
         self.error: BaseException | None = None
         self.is_done = False
         self.is_used = False
@@ -121,18 +137,18 @@ class DiskThreads:
                 up: their ``use`` is never called. All others are done.
             BaseException: What a job raised, the first one; all are done.
         """
-        late = False
+        late: Job | None = None
         with self._wake:
             for job in jobs:
                 while not job.is_done:
                     left = None if expires is None else expires - time.monotonic()
                     if left is not None and left <= 0 and job.abandon():
-                        late = True
+                        late = job
                         self._start_threads()
                         break
                     self._wake.wait(None if left is None else max(left, 0.001))
-        if late:
-            raise StoreTimeoutError("the disk did not answer in time")
+        if late is not None:
+            raise StoreTimeoutError(f"the disk did not answer in time: reading {late.what}")
         for job in jobs:
             if job.error is not None:
                 raise job.error

@@ -93,6 +93,7 @@ class LaneGroup:
     Attributes:
         segments: The committed segments that the store knows, by number.
         next_segment: Number of the next segment to be written.
+        is_complete: Whether ``load`` could read all that it tried to; else it is worth another try.
     """
 
     def __init__(self, path: Path, segment_format: SegmentFormat) -> None:
@@ -100,6 +101,7 @@ class LaneGroup:
         self.segment_format = segment_format
         self.segments: dict[int, Segment] = {}
         self.next_segment = 0
+        self.is_complete = True
         self._torn: set[int] = set()
         self._columns = derived_columns(self.geometry.page_tokens)
         self._arrays = {KV: len(KV_DIMENSIONS), CATALOG: len(CATALOG_DIMENSIONS)}
@@ -126,13 +128,17 @@ class LaneGroup:
         data = self._chunk_sizes(KV)
         self.next_segment = max([self.next_segment - 1, *data, *chunks]) + 1
         loaded = []
+        self.is_complete = True
         for number in sorted(chunks.keys() - self.segments.keys() - self._torn):
             try:
                 if number not in data:
                     raise FileNotFoundError("its segment is gone")
                 loaded.append(self._load_segment(number))
             except (OSError, ValueError) as error:
-                self._torn.add(number)
+                if isinstance(error, ValueError) or files.is_vanished(error):
+                    self._torn.add(number)
+                else:
+                    self.is_complete = False
                 logger.warning("skipped %s: %s", self.chunk_path(CATALOG, number), error)
         return loaded
 

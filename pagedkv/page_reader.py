@@ -220,7 +220,7 @@ class PageReader:
                 at = piece.offset - start
                 _decode(one, piece, memory[at : min(at + piece.nbytes, num_read)], pages, damaged)
 
-        return Job(fetch, use, end - start)
+        return Job(fetch, use, end - start, one.segment.path)
 
 
 def _decode(

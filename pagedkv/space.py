@@ -140,7 +140,8 @@ class Space:
         """
         if nbytes <= 0:
             return
-        is_current = files.stamp(self._root / METADATA) == self._stamp
+        with files.translated(self._root, "reserve space in the store"):
+            is_current = files.stamp(self._root / METADATA) == self._stamp
         if is_current and self._take_claimed(nbytes):
             return
         with self._root_locked("reserve space in the store"):

@@ -448,14 +448,14 @@ class PageStore:
         open_stores.discard(self)
         self._files.close()
         if self.lane_lock is not None:
-            try:
-                with files.translated(self.path, "close the store"):
+            with files.translated(self.path, "close the store"):
+                try:
                     for (lane, _), group in self._contents.groups.items():
                         if lane == self.lane_lock.lane:
                             group.trim()
-                self._space.close()
-            finally:
-                self.lane_lock.release()
+                    self._space.close()
+                finally:
+                    self.lane_lock.release()
 
     def abandon(self) -> None:
         """In a forked child: leave everything to the parent."""

@@ -95,7 +95,7 @@ def bench_disk(
         raise ValueError(f"{size} is less than one page of {format_nbytes(spec.page_nbytes)}")
     if num_rounds < 1:
         raise ValueError(f"num_rounds is {num_rounds}: it must be at least 1")
-    if not where.is_dir():
+    if not files.is_folder(where, follow=True):
         raise StoreError(f"{where} is no folder")
     with files.translated(where, "measure in"):
         needed, free = 2 * num_pages * spec.page_nbytes, shutil.disk_usage(where).free

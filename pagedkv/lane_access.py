@@ -1,7 +1,6 @@
 """Whether a lane is in use, and its lock for who mends it without writing pages."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ def lane_locked(path: Path) -> Iterator[bool]:
     try:
         yield files.try_lock(fd)
     finally:
-        os.close(fd)
+        files.close_file(fd)
 
 
 def is_in_use(path: Path) -> bool:

@@ -17,6 +17,7 @@ from pagedkv.findings import Cost, Damage, Finding
 from pagedkv.format import (
     ATTRIBUTE,
     CATALOG,
+    EVICTED,
     METADATA,
     Geometry,
     chunk_name,
@@ -43,7 +44,7 @@ def find_header(root: Path) -> tuple[StoreHeader | None, list[Finding]]:
         StoreError: There is no store.
         FormatVersionError: The store has a later format.
     """
-    if not root.is_dir():
+    if not files.is_folder(root, follow=True):
         raise StoreError(f"there is no store at {root}")
     document = _document(root)
     newer: FormatVersionError | None = None
@@ -241,7 +242,7 @@ class GroupNodes:
         detail = f"has {num_used - num_right} damaged entries"
         if len(chunk) != evictions.EVICTED_NBYTES:
             detail = f"has {len(chunk)} bytes instead of {evictions.EVICTED_NBYTES}"
-        finding = self._finding(evictions.EVICTED, Damage.RING, detail, name=path.name)
+        finding = self._finding(EVICTED, Damage.RING, detail, name=path.name)
         return [replace(finding, cost=Cost.NOTHING)]
 
     def mend_ring(self) -> None:
@@ -251,7 +252,7 @@ class GroupNodes:
 
     @property
     def _ring(self) -> Path:
-        return self.path / evictions.EVICTED / chunk_name(0, len(evictions.EVICTED_DIMENSIONS))
+        return self.path / EVICTED / chunk_name(0, len(evictions.EVICTED_DIMENSIONS))
 
     def _leftovers(self) -> Iterator[tuple[str, str, str]]:
         committed = self.chunks(CATALOG).keys()

@@ -6,7 +6,6 @@ leaves findings for the next ``verify``, never a wrong page.
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def _write_pages(check: SegmentCheck) -> None:
             files.write_all(fd, part[: files.pread_into(source, part, start)])
         files.write_all(fd, expected_index(geometry, check.records, check.good))
         files.sync_file(fd)
-        os.replace(temp, path)
+        files.replace(temp, path)
     files.sync_dir(path.parent)
 
 

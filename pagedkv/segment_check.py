@@ -1,7 +1,6 @@
 """The check of one segment: its catalogue chunk, every byte of its pages, and what repeats them."""
 
 import contextlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,7 +289,10 @@ class _SegmentReading:
         """The file's first (or last) bytes, or why there are none."""
         try:
             with files.reading(path) as fd:
-                size = os.fstat(fd).st_size
+                stamp = files.stamp(path)
+                if stamp is None:
+                    return _GONE
+                size = stamp[2]
                 data = np.empty(min(nbytes, size), np.uint8)
                 start = size - len(data) if from_end else 0
                 done = files.pread_into(fd, data, start) if len(data) else 0

@@ -89,8 +89,10 @@ class _Walk:
         lanes = lanes_of(self.root)
         self._total_nbytes = sum(
             nbytes
-            for folder in self.root.glob("lane-*/*/*")
-            for name, nbytes in files.file_sizes(folder).items()
+            for lane in map(self.root.joinpath, map(lane_name, lanes))
+            for group in map(lane.joinpath, files.subfolders(lane))
+            for array in map(group.joinpath, files.subfolders(group))
+            for name, nbytes in files.file_sizes(array).items()
             if name.startswith("c.")
         )
         self._names(self.root, {METADATA, *map(lane_name, lanes)})
@@ -117,7 +119,7 @@ class _Walk:
                     codec=header.codec,
                     geometry=Geometry.of(spec, header.codec, rows),
                 )
-                if nodes.path.is_dir():
+                if files.is_folder(nodes.path):
                     self._group(nodes, locked)
 
     def _group(self, nodes: GroupNodes, locked: bool) -> None:
@@ -154,7 +156,7 @@ class _Walk:
             if not check.findings or locked or not is_in_use(place.path.parent):
                 return check
             time.sleep(_RECHECK_SECONDS)
-            if not place.catalog.exists():
+            if not files.exists(place.catalog):
                 return None  # its pages were evicted, or moved to another segment
         return check
 
@@ -187,7 +189,7 @@ class _Walk:
     def _names(self, folder: Path, known: set[str]) -> None:
         """Take down what is in a folder and not the store's."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for name in os.listdir(folder):
+            for name in files.names(folder):
                 if name not in known and not name.startswith(files.TEMP_PREFIX):
                     self.foreign.append(str((folder / name).relative_to(self.root)))
 

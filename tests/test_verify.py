@@ -23,8 +23,9 @@ from pagedkv import files
 from pagedkv import format as fmt
 from pagedkv.codec import Codec, Int8, Lossless, Raw
 from pagedkv.errors import FormatVersionError, PagedKVError, StoreError
-from pagedkv.evictions import EVICTED, RECORD_DTYPE, EvictionReason, EvictionRing
+from pagedkv.evictions import RECORD_DTYPE, EvictionReason, EvictionRing
 from pagedkv.findings import Cost, Damage, VerifyReport
+from pagedkv.format import EVICTED
 from pagedkv.lane_access import lane_locked
 from pagedkv.spec import PageKey
 from pagedkv.store import PageStore

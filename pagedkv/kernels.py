@@ -38,8 +38,8 @@ from pagedkv.vectors import (
     stream_line,
 )
 
-_STREAM_MIN_NBYTES = 1024
-"""Shorter runs are written through the caches."""
+_STREAM_MIN_NBYTES = 256
+"""Shorter runs are written through the caches: too many of their lines would be parts."""
 _INFINITY = np.uint32(0x7F800000)
 _BFLOAT16 = np.dtype(np.uint16)
 _FLOAT32 = np.dtype(np.float32)

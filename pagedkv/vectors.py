@@ -4,8 +4,8 @@ Memory is named by address, an int64, of any alignment unless said otherwise. ``
 float32 numbers in registers; they and all else here are generic LLVM, which compiles for any
 processor, except the checksum step, which needs SSE4.2 or the CRC extension of ARMv8.
 
-numba's cache of a kernel looks at the date of the kernel's own module only: who changes this module
-deletes ``pagedkv/__pycache__``.
+numba's cache of a kernel looks at the date of the kernel's own module only: who changes this one,
+or another that ``pagedkv.kernels`` is made of, deletes ``pagedkv/__pycache__``.
 """
 
 from collections.abc import Callable
@@ -422,7 +422,7 @@ def largest_bits(_: Any, value: Any) -> Any:
 
 @intrinsic
 def scales(_: Any, largest: Any, top: Any, step: Any) -> Any:
-    """Scales of groups whose largest magnitudes are given: see ``pagedkv.codec.Int8``.
+    """Scales of groups whose largest magnitudes are given: see ``pagedkv.int8.Int8``.
 
     Bits of bfloat16 from ``top`` on are raised by ``step``.
     """

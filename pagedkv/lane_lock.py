@@ -48,7 +48,12 @@ class LaneLock:
         """Lock a lane if nobody holds it."""
         path = root / lane_name(lane)
         fd = files.open_folder(path)
-        if files.try_lock(fd):
+        try:
+            is_taken = files.try_lock(fd)
+        except BaseException:
+            files.close_file(fd)
+            raise
+        if is_taken:
             return cls(lane, path, fd)
         files.close_file(fd)
         return None
@@ -71,8 +76,10 @@ class LaneLock:
     def release(self) -> None:
         """Give the lock back; also where forked children share its descriptor."""
         if self._close.alive:
-            files.unlock(self._fd)
-            self._close()
+            try:
+                files.unlock(self._fd)
+            finally:
+                self._close()
 
     def drop(self) -> None:
         """Close this process's descriptor; a parent that shares the lock keeps it."""

@@ -77,6 +77,11 @@ def test_opening_writes_the_claim_the_header_and_what_the_writer_says(path: Path
         space.check_invariants()
 
 
+def test_the_copy_of_the_header_is_that_of_the_root(path: Path) -> None:
+    with owned(path, header=replace(HEADER, store_tokens=False)):
+        assert lane_document.read(path, 0).attributes["header"] == HEADER.to_dict()
+
+
 def test_everything_counts_against_the_bound(path: Path) -> None:
     with owned(path) as space:
         write(path, space, "file", 400_000)
@@ -325,11 +330,16 @@ def test_space_taken_back_in_a_lane_without_an_owner_is_room(path: Path) -> None
 
 def test_measuring_finds_what_nobody_counted(path: Path) -> None:
     with owned(path) as space:
+        space.reserve(600_000)
         (path / "lane-0000" / "file").write_bytes(bytes(500_000))
-        space.measure()
+        space.measure(600_000)
         assert space.nbytes == disk_nbytes(path)
         assert claim_of(path) > 500_000
         space.check_invariants()
+        (path / "lane-0000" / "more").write_bytes(bytes(10_000))
+        space.measure()
+        assert space.nbytes == disk_nbytes(path)
+        space.reserve(450_000)
 
 
 def test_a_reader_counts_what_is_there(path: Path) -> None:

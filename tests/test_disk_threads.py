@@ -426,7 +426,7 @@ def test_many_callers_with_deadlines_get_their_own_answers(disk: Disk) -> None:
                     return 1
 
                 def use(memory: Bytes, num: int, place: int = place, out: object = out) -> None:
-                    out[place] += num  # type: ignore[index]
+                    out[place] += num
 
                 jobs.append(Job(fetch, use, 1))
             threads.start(jobs)

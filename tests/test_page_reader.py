@@ -300,7 +300,7 @@ def test_too_many_hung_reads_fail_at_once_and_cached_ones_do_not(
         hung = reader.num_hung
         with pytest.raises(StoreTimeoutError):
             sample.read(reader, [[0], []], timeout=0.02)
-        wait_until(lambda hung=hung: reader.num_hung > hung)  # type: ignore[misc]
+        wait_until(lambda hung=hung: reader.num_hung > hung)
     with pytest.raises(StoreTimeoutError, match="2 reads hang"):
         sample.read(reader, [[0], []], timeout=None)
     monkeypatch.setattr(files, "pread_now", lambda fd, out, at: os.preadv(fd, [out.data], at))

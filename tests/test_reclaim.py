@@ -435,7 +435,7 @@ class TestKeep:
     ) -> None:
         rows = write_segments(store, 0, 100)
         monkeypatch.setattr(store._space, "room", lambda: 0)
-        report = store._writer._reclaimer.collect(  # type: ignore[union-attr]
+        report = store._writer._reclaimer.collect(
             lambda: False, EvictionReason.CAPACITY, lambda: rows
         )
         assert report.num_segments_removed == 0
@@ -449,7 +449,7 @@ class TestKeep:
         rows = write_segments(store, 0, 40)
         use(store, [0, 5])
         monkeypatch.setattr(store._space, "room", lambda: 0)
-        report = store._writer._reclaimer.collect(  # type: ignore[union-attr]
+        report = store._writer._reclaimer.collect(
             lambda: False, EvictionReason.CAPACITY, lambda: [rows[9]]
         )
         assert found(store) == [8, 9, 10, 11]

@@ -7,16 +7,17 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files, metadata
-from pagedkv.catalog import derived_chunks, pack_catalog, unpack_catalog
+from pagedkv.catalog import HAS_PARENT, derived_chunks, map_of, unpack_catalog
+from pagedkv.codec import Bytes
 from pagedkv.format import (
     CATALOG,
     CATALOG_DIMENSIONS,
@@ -24,14 +25,13 @@ from pagedkv.format import (
     KV_DIMENSIONS,
     METADATA,
     Geometry,
-    LayerCrcs,
-    PageEntry,
     chunk_name,
     crc32c,
     derived_columns,
     segment_number,
 )
 from pagedkv.segment import SegmentFormat
+from pagedkv.segment_map import SegmentMap
 from pagedkv.spec import PageKey
 
 Array = npt.NDArray[Any]
@@ -40,27 +40,45 @@ logger = logging.getLogger("pagedkv")
 
 _FIRST_SEGMENTS = 16
 _MORE_SEGMENTS = 256
+_YOUNG_NS = 50 * 10**6
+"""A folder changed so lately may change again without showing it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """What is kept in memory of a committed segment.
+    """What is always kept in memory of a committed segment.
 
     Args:
         number: Its place: it has the rows from ``number * rows`` on.
         keys: Key of each row in use; None where a row holds no page.
-        crcs: CRC32C of each layer, ``(row, layer)``.
     """
 
-    number: int
-    keys: tuple[PageKey | None, ...]
-    crcs: LayerCrcs
+    __slots__ = ("keys", "number", "used_at")
+
+    def __init__(self, number: int, keys: tuple[PageKey | None, ...]) -> None:
+        self.number = number
+        self.keys = keys
+        self.used_at = np.zeros(len(keys), np.uint64)
+        """The store's clock when each row was last used, ``(row,)``."""
+
+
+class SegmentSource(Protocol):
+    """Pages on their way into segments, in the order of their rows."""
+
+    @property
+    def keys(self) -> Sequence[PageKey]:
+        """Key of each page."""
+
+    def write(self, fd: int, start: int, count: int) -> SegmentMap:
+        """Write the segment file of the pages from number ``start`` on."""
+
+    def catalog(self, segment: int, start: int, segment_map: SegmentMap) -> Bytes:
+        """The catalogue chunk of segment number ``segment``, with the pages from ``start`` on."""
 
 
 class LaneGroup:
     """The segments, the catalogue and the derived columns of one layer group in one lane.
 
-    Reading, ``commit`` and ``grow`` are thread-safe; the store guards the attributes.
+    ``commit``, ``load_map`` and ``grow`` are thread-safe; the store guards the attributes.
 
     Args:
         path: Folder of the group.
@@ -69,7 +87,6 @@ class LaneGroup:
     Attributes:
         segments: The committed segments that the store knows, by number.
         next_segment: Number of the next segment to be written.
-        num_torn_chunks: Segments that ``load`` had to leave out.
     """
 
     def __init__(self, path: Path, segment_format: SegmentFormat) -> None:
@@ -77,7 +94,7 @@ class LaneGroup:
         self.segment_format = segment_format
         self.segments: dict[int, Segment] = {}
         self.next_segment = 0
-        self.num_torn_chunks = 0
+        self._torn: set[int] = set()
         self._columns = derived_columns(self.geometry.page_tokens)
         self._arrays = {KV: len(KV_DIMENSIONS), CATALOG: len(CATALOG_DIMENSIONS)}
         self._arrays |= {column.name: len(column.dimensions) for column in self._columns}
@@ -97,35 +114,81 @@ class LaneGroup:
         """Bytes of all chunks on disk."""
         return sum(sum(self._chunk_sizes(array).values()) for array in self._arrays)
 
-    def load(self) -> list[Segment]:
-        """Read the catalogue: all committed segments, in order.
+    def load(self) -> list[tuple[Segment, SegmentMap]]:
+        """Read what the catalogue has beyond ``segments``: committed segments, in order.
 
         A torn or foreign chunk is logged, counted in ``num_torn_chunks`` and left out, and so is a
         segment whose file is gone.
         """
         chunks = self._chunk_sizes(CATALOG)  # first: a writer makes a segment before its record
         data = self._chunk_sizes(KV)
-        self.next_segment = max([-1, *data, *chunks]) + 1
+        self.next_segment = max([self.next_segment - 1, *data, *chunks]) + 1
         loaded = []
-        for number in sorted(chunks):
+        for number in sorted(chunks.keys() - self.segments.keys() - self._torn):
             try:
-                chunk = files.read_bytes(self.chunk_path(CATALOG, number))
-                records, holds = unpack_catalog(self.geometry, number, chunk)
                 if number not in data:
                     raise FileNotFoundError("its segment is gone")
+                loaded.append(self._load_segment(number))
             except (OSError, ValueError) as error:
-                self.num_torn_chunks += 1
+                self._torn.add(number)
                 logger.warning("skipped %s: %s", self.chunk_path(CATALOG, number), error)
-                continue
-            used = int(np.flatnonzero(holds)[-1]) + 1
-            raw = records["key"][:used].tobytes()
-            keys = tuple(
-                PageKey(raw[32 * row : 32 * row + 32]) if held else None
-                for row, held in enumerate(holds[:used].tolist())
-            )
-            crcs = records["layer_crcs"][:used].copy()
-            loaded.append(Segment(number=number, keys=keys, crcs=crcs))
         return loaded
+
+    def missing(self) -> list[int]:
+        """Numbers of those of ``segments`` whose catalogue chunk is gone by now."""
+        return sorted(self.segments.keys() - self._chunk_sizes(CATALOG).keys())
+
+    def generation(self) -> int:
+        """A number that changes when another process commits or removes a segment.
+
+        It is the time of the catalogue folder's last change. The clock of a file system ticks, so
+        that a second change within one tick does not show: what is younger than a few ticks is
+        not to be relied on, and 0 is returned.
+        """
+        try:
+            changed = files.changed_ns(self.path / CATALOG)
+        except OSError as error:
+            if files.is_vanished(error):
+                return -1
+            raise
+        return 0 if is_young(changed) else changed
+
+    def load_map(self, segment: Segment) -> SegmentMap:
+        """Read a segment's map from its catalogue chunk again.
+
+        Raises:
+            ValueError: The chunk is damaged.
+            OSError: It is gone (``files.is_vanished``), or the system could not read.
+        """
+        again, segment_map = self._load_segment(segment.number)
+        for row, key in enumerate(segment.keys):
+            if row >= len(again.keys) or again.keys[row] != key:
+                raise ValueError("it has other pages than when it was opened")
+        return segment_map
+
+    def remove(self, number: int) -> int:
+        """Remove a segment's files, the catalogue chunk first; the bytes that were freed.
+
+        Raises:
+            OSError: The system could not remove them.
+        """
+        paths = [self.chunk_path(array, number) for array in (CATALOG, KV)]
+        paths += [self.chunk_path(column.name, number) for column in self._columns]
+        freed = 0
+        for path in paths:
+            freed += files.remove(path)
+        return freed
+
+    def parents_of(self, number: int) -> tuple[bytes, npt.NDArray[np.bool_]]:
+        """The parents' keys of a segment's rows, 32 bytes each, and which rows have one.
+
+        Raises:
+            ValueError: Its catalogue chunk is damaged.
+            OSError: It is gone, or the system could not read.
+        """
+        chunk = files.read_bytes(self.chunk_path(CATALOG, number))
+        records, holds = unpack_catalog(self.geometry, number, chunk)
+        return records["parent"].tobytes(), holds & (records["flags"] & HAS_PARENT != 0)
 
     def prepare(self) -> None:
         """Make the group ready for its lane's writer, after ``load``.
@@ -145,6 +208,8 @@ class LaneGroup:
             files.write_atomic(self.path / METADATA, [metadata.group_document()])
             files.sync_dir(self.path)
         files.remove_temps(self.path)
+        num_rows = self._num_rows(CATALOG) or 0
+        self.next_segment = max(self.next_segment, -(-num_rows // self.geometry.rows))
         committed = self._chunk_sizes(CATALOG)
         for array in self._arrays:
             files.remove_temps(self.path / array)
@@ -153,34 +218,46 @@ class LaneGroup:
         self._complete_columns()
         self._set_capacity(self.next_segment)
 
-    def commit(
-        self,
-        first: int,
-        batches: Sequence[Sequence[tuple[PageEntry, Array]]],
-        *,
-        store_tokens: bool,
-    ) -> list[Segment]:
+    def commit(self, first: int, source: SegmentSource) -> list[tuple[Segment, SegmentMap]]:
         """Write segments ``first``, ``first + 1``, … durably: all of them or none.
 
         Raises:
             OSError: The system could not write; nothing is left of the segments.
             ValueError: The codec cannot represent a number; the same.
         """
-        numbers = range(first, first + len(batches))
+        rows = self.geometry.rows
+        starts = range(0, len(source.keys), rows)
+        numbers = range(first, first + len(starts))
+        temps: list[tuple[Path, Path]] = []
+        made = []
         try:
-            segments, chunks = self._write_segments(numbers, batches, store_tokens=store_tokens)
-            for number, chunk in zip(numbers, chunks, strict=True):
-                files.write_atomic(self.chunk_path(CATALOG, number), [chunk])
+            for number, start in zip(numbers, starts, strict=True):
+                keys = tuple(source.keys[start : start + rows])
+                path = self.chunk_path(KV, number)
+                with files.new_file(path) as (fd, temp):
+                    temps.append((temp, path))
+                    segment_map = source.write(fd, start, len(keys))
+                    files.sync_file(fd)
+                chunk = source.catalog(number, start, segment_map)
+                path = self.chunk_path(CATALOG, number)
+                with files.new_file(path) as (fd, temp):
+                    temps.append((temp, path))
+                    files.write_all(fd, chunk)
+                    files.sync_file(fd)
+                made.append((Segment(number, keys), segment_map, chunk))
+            for temp, path in temps:
+                files.replace(temp, path)
+            files.sync_dir(self.path / KV)
             files.sync_dir(self.path / CATALOG)
         except BaseException:
-            for number in numbers:
-                for array in (CATALOG, KV):
+            for paths in reversed(temps):
+                for path in paths:
                     with contextlib.suppress(OSError):
-                        files.remove(self.chunk_path(array, number))
+                        files.remove(path)
             raise
-        for number, chunk in zip(numbers, chunks, strict=True):
-            self._write_columns(number, chunk.tobytes())
-        return segments
+        for segment, _, chunk in made:
+            self._write_columns(segment.number, chunk.tobytes())
+        return [(segment, segment_map) for segment, segment_map, _ in made]
 
     def grow(self, num_segments: int) -> None:
         """Make the arrays long enough for so many segments; in steps, so that it happens rarely."""
@@ -194,6 +271,11 @@ class LaneGroup:
         with self._growth:
             self._set_capacity(self.next_segment)
 
+    @property
+    def num_torn_chunks(self) -> int:
+        """Segments that ``load`` had to leave out."""
+        return len(self._torn)
+
     def locate(self, row: int) -> tuple[Segment, int] | None:
         """The segment of a row and its place in it; None if the row never held a page."""
         number, place = divmod(row, self.geometry.rows)
@@ -201,27 +283,6 @@ class LaneGroup:
         if segment is None or place >= len(segment.keys) or segment.keys[place] is None:
             return None
         return segment, place
-
-    def read(
-        self, segment: Segment, places: Sequence[int], layer: int | None, out: Sequence[Array]
-    ) -> Sequence[int]:
-        """Read pages of one segment, or one layer of each, into ``out``.
-
-        Returns:
-            Positions in ``places`` of the pages that are damaged or gone.
-
-        Raises:
-            OSError: The system could not read.
-        """
-        try:
-            with files.reading(self.chunk_path(KV, segment.number)) as fd:
-                if layer is None:
-                    return self.segment_format.read_pages(fd, places, segment.crcs, out)
-                return self.segment_format.read_layers(fd, places, layer, segment.crcs, out)
-        except OSError as error:
-            if files.is_vanished(error):
-                return range(len(places))
-            raise
 
     def read_record(self, number: int, place: int) -> Array:
         """One record of the catalogue, by segment and place in it, as an array of one.
@@ -243,31 +304,16 @@ class LaneGroup:
             raise ValueError(f"it is the record of row {record['row'][0]}")
         return record
 
-    def _write_segments(
-        self,
-        numbers: range,
-        batches: Sequence[Sequence[tuple[PageEntry, Array]]],
-        *,
-        store_tokens: bool,
-    ) -> tuple[list[Segment], list[Array]]:
-        """Make the segment files durable; also the catalogue chunks that will commit them."""
-        segments, chunks, temps = [], [], []
-        with contextlib.ExitStack() as stack:
-            for number, batch in zip(numbers, batches, strict=True):
-                fd, temp = stack.enter_context(files.new_file(self.chunk_path(KV, number)))
-                crcs = self.segment_format.write(fd, [page for _, page in batch])
-                files.sync_file(fd)
-                temps.append(temp)
-                entries = [entry for entry, _ in batch]
-                keys = tuple(entry.key for entry in entries)
-                segments.append(Segment(number=number, keys=keys, crcs=crcs))
-                chunks.append(
-                    pack_catalog(self.geometry, number, entries, crcs, store_tokens=store_tokens)
-                )
-            for number, temp in zip(numbers, temps, strict=True):
-                temp.replace(self.chunk_path(KV, number))
-        files.sync_dir(self.path / KV)
-        return segments, chunks
+    def _load_segment(self, number: int) -> tuple[Segment, SegmentMap]:
+        chunk = files.read_bytes(self.chunk_path(CATALOG, number))
+        records, holds = unpack_catalog(self.geometry, number, chunk)
+        segment_map = map_of(self.geometry, records, holds)
+        raw = records["key"][: len(segment_map.holds)].tobytes()
+        keys = tuple(
+            PageKey(raw[32 * row : 32 * row + 32]) if held else None
+            for row, held in enumerate(segment_map.holds.tolist())
+        )
+        return Segment(number, keys), segment_map
 
     def _write_columns(self, number: int, chunk: bytes) -> None:
         """Write the derived columns of a segment: a convenience, so failing is only logged."""
@@ -322,3 +368,8 @@ class LaneGroup:
                 document["shape"][0] = num_rows
                 files.write_atomic(path, [json.dumps(document, indent=2).encode()])
         self._capacity = num_segments
+
+
+def is_young(changed_ns: int) -> bool:
+    """Whether a folder changed so lately that a second change may have the same time."""
+    return time.time_ns() - changed_ns < _YOUNG_NS

@@ -37,13 +37,20 @@ class LaneLock:
         for lane in itertools.count():
             path = root / lane_name(lane)
             files.make_dir(path)
-            if path.is_symlink():
-                continue
-            fd = files.open_folder(path)
-            if files.try_lock(fd):
-                return cls(lane, path, fd)
-            os.close(fd)
+            lock = None if path.is_symlink() else cls.try_take(root, lane)
+            if lock is not None:
+                return lock
         raise AssertionError("unreachable")
+
+    @classmethod
+    def try_take(cls, root: Path, lane: int) -> "LaneLock | None":
+        """Lock a lane if nobody holds it."""
+        path = root / lane_name(lane)
+        fd = files.open_folder(path)
+        if files.try_lock(fd):
+            return cls(lane, path, fd)
+        files.close_file(fd)
+        return None
 
     def prepare(self) -> None:
         """Remove what an earlier writer left half done, and name the holder in the lane's group."""

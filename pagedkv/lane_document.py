@@ -1,0 +1,106 @@
+"""The ``zarr.json`` of a lane: who wrote there last, how many bytes it claims, a header's copy.
+
+These are conveniences or can be found out anew, so a damaged document is as good as none. Whoever
+changes one holds the lock of the store's root folder, where its new bytes lie until they are
+complete: what an interrupted change leaves there can be told apart from a change in progress.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagedkv import files
+from pagedkv.format import ATTRIBUTE, METADATA, lane_name
+
+CLAIM = "claimed_nbytes"
+HEADER = "header"
+LAST_WRITER = "last_writer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneDocument:
+    """What the document of a lane said when it was read.
+
+    Args:
+        nbytes: Size of the file; 0 if there is none.
+        node: The whole document; a new one if there was none, or a damaged one.
+        attributes: Those of this library.
+    """
+
+    nbytes: int
+    node: dict[str, Any]
+    attributes: dict[str, Any]
+
+    @property
+    def claimed_nbytes(self) -> int | None:
+        """How many bytes the lane claims of the store's bound; None if that is not known."""
+        claim = self.attributes.get(CLAIM)
+        return claim if type(claim) is int and claim >= 0 else None
+
+
+def read(root: Path, lane: int) -> LaneDocument:
+    """The document of a lane.
+
+    Raises:
+        OSError: The system could not read it; a missing or damaged one reads as empty.
+    """
+    return parse(read_raw(root, lane))
+
+
+def read_raw(root: Path, lane: int) -> bytes:
+    """The bytes of a lane's document; none if there is no such file. Raises as ``read`` does."""
+    try:
+        return files.read_bytes(root / lane_name(lane) / METADATA)
+    except OSError as error:
+        if files.is_vanished(error):
+            return b""
+        raise
+
+
+def parse(raw: bytes) -> LaneDocument:
+    """What the bytes of a lane's document say."""
+    try:
+        node = json.loads(raw)
+    except (ValueError, RecursionError):
+        node = None
+    if not isinstance(node, dict) or (node.get("zarr_format"), node.get("node_type")) != (
+        3,
+        "group",
+    ):
+        node = {"attributes": {}, "zarr_format": 3, "node_type": "group"}
+    attributes = node.get("attributes")
+    own = attributes.get(ATTRIBUTE) if isinstance(attributes, dict) else None
+    return LaneDocument(nbytes=len(raw), node=node, attributes=own if isinstance(own, dict) else {})
+
+
+def update(root: Path, lane: int, changes: Mapping[str, Any], *, sync: bool) -> LaneDocument:
+    """Change attributes in the document of a lane and keep all others.
+
+    The caller holds the lock of ``root``, and that of the lane unless its owner must not notice.
+
+    Args:
+        root: The store's folder.
+        lane: Whose document.
+        changes: New values by name.
+        sync: Whether the change must survive a power cut.
+
+    Returns:
+        The new document.
+    """
+    before = read(root, lane)
+    folder = root / lane_name(lane)
+    others = before.node.get("attributes")
+    attributes = {**before.attributes, **changes}
+    node = {
+        **before.node,
+        "attributes": {**(others if isinstance(others, dict) else {}), ATTRIBUTE: attributes},
+    }
+    raw = json.dumps(node).encode()
+    if not before.nbytes:
+        files.remove_empty_folder(folder / METADATA)
+    files.write_atomic(folder / METADATA, [raw], sync=sync, folder=root)
+    if sync:
+        files.sync_dir(folder)
+    return LaneDocument(nbytes=len(raw), node=node, attributes=attributes)

@@ -1,0 +1,168 @@
+"""``PageReader``: pages of segment files, verified, straight into the caller's memory.
+
+What lies in the page cache is read and decoded by the caller's own thread. What does not goes to
+disk threads: several requests in flight, decoding beside reading, and a deadline.
+"""
+
+import time
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pagedkv import files
+from pagedkv.disk_threads import DiskThreads, Job
+from pagedkv.files import Bytes
+from pagedkv.memory import Numbers, PageArrays
+from pagedkv.segment import Piece, SegmentFormat, SegmentMap, transfer_buffer
+from pagedkv.segment_files import SegmentFiles
+
+_BLOCK_NBYTES = 4096
+"""Reads past the page cache begin and end at multiples of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SegmentRead:
+    """Pages, or one layer of each, that are wanted from one segment.
+
+    Args:
+        form: The format of the segment's file.
+        name: A name of the file, the same each time.
+        path: Where it is.
+        segment_map: Where its pages are.
+        rows: Which of them, ascending.
+        numbers: For each its number among the caller's pages.
+        layer: Which layer; None for whole pages.
+    """
+
+    form: SegmentFormat
+    name: Hashable
+    path: Path
+    segment_map: SegmentMap
+    rows: Numbers
+    numbers: Numbers
+    layer: int | None
+
+
+class PageReader:
+    """Reads pages from the segment files of a store. Thread-safe.
+
+    Args:
+        num_threads: Requests to the disk that are in flight at once.
+        direct: Read past the page cache where the file system can: for stores much larger than
+            memory, read once in a while.
+    """
+
+    def __init__(self, *, num_threads: int, direct: bool) -> None:
+        self._files = SegmentFiles(direct=direct)
+        self._threads = DiskThreads(num_threads)
+        self._direct = direct
+
+    @property
+    def num_hung(self) -> int:
+        """Disk threads whose read did not end in time and has not ended yet."""
+        return self._threads.num_hung
+
+    def read(
+        self, wanted: Iterable[SegmentRead], pages: PageArrays, timeout: float | None
+    ) -> list[int]:
+        """Read and verify.
+
+        Args:
+            wanted: What to read.
+            pages: Where to. Never written to after this has returned or raised.
+            timeout: Seconds after which to give up.
+
+        Returns:
+            Numbers of the pages that are damaged or gone; what their memory holds is undefined.
+
+        Raises:
+            StoreError: The system could not read; the file is named.
+            StoreTimeoutError: The disk did not answer in time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        damaged: set[int] = set()
+        jobs: list[Job] = []
+        try:
+            for one in wanted:
+                for extent in one.form.plan(one.segment_map, one.rows, one.layer):
+                    rest = extent if self._direct else self._read_cached(one, extent, pages, damaged)
+                    if rest:
+                        job = self._job(one, rest, pages, damaged)
+                        self._threads.start([job])
+                        jobs.append(job)
+            self._threads.wait(jobs, deadline)
+        except BaseException:
+            self._threads.call_off(jobs)
+            raise
+        return sorted(damaged)
+
+    def forget(self, name: Hashable) -> None:
+        """Close a file that is gone."""
+        self._files.forget(name)
+
+    def close(self) -> None:
+        """Close all files and let the threads end."""
+        self._files.close()
+        self._threads.close()
+
+    def _read_cached(
+        self, one: SegmentRead, extent: list[Piece], pages: PageArrays, damaged: set[int]
+    ) -> list[Piece]:
+        """Read what is in the page cache; the pieces that are not."""
+        with files.translated(one.path, "read"):
+            try:
+                with self._files.reading(one.name, one.path) as fd:
+                    for number, piece in enumerate(extent):
+                        stored = transfer_buffer(piece.nbytes)
+                        if files.pread_now(fd, stored, piece.offset) < piece.nbytes:
+                            return extent[number:]
+                        _decode(one, piece, stored, pages, damaged)
+            except OSError as error:
+                if not files.is_vanished(error):
+                    raise
+                damaged.update(one.numbers.tolist())
+        return []
+
+    def _job(
+        self, one: SegmentRead, extent: list[Piece], pages: PageArrays, damaged: set[int]
+    ) -> Job:
+        """A job for a disk thread that reads and decodes these pieces."""
+        offset, end = extent[0].offset, extent[-1].offset + extent[-1].nbytes
+        start = offset
+        if self._direct:
+            start -= offset % _BLOCK_NBYTES
+            end = -(-end // _BLOCK_NBYTES) * _BLOCK_NBYTES
+
+        def fetch(memory: Bytes) -> int:
+            with files.translated(one.path, "read"):
+                try:
+                    with self._files.reading(one.name, one.path) as fd:
+                        return files.pread_into(fd, memory[: end - start], start)
+                except OSError as error:
+                    if not files.is_vanished(error):
+                        raise
+                    return 0
+
+        def use(memory: Bytes, num_read: int) -> None:
+            for piece in extent:
+                at = piece.offset - start
+                _decode(one, piece, memory[at : min(at + piece.nbytes, num_read)], pages, damaged)
+
+        return Job(fetch, use, end - start)
+
+
+def _decode(
+    one: SegmentRead, piece: Piece, stored: Bytes, pages: PageArrays, damaged: set[int]
+) -> None:
+    """Decode a piece, of which perhaps only the beginning was read; note the damaged pages."""
+    if len(stored) < piece.nbytes:  # the file ends too early
+        padded = np.zeros(piece.nbytes, np.uint8)
+        padded[: len(stored)] = stored
+        stored = padded
+    good = one.form.decode(
+        stored, piece, one.segment_map, one.rows, pages, one.numbers, one.layer
+    )
+    if not good.all():
+        damaged.update(one.numbers[piece.pages][~good].tolist())

@@ -66,14 +66,12 @@ class Call(NamedTuple):
     """One call below the folder.
 
     Args:
-        number: Counts all calls.
         name: Of the function, such as ``"pwrite"``.
         path: Relative to the folder, which itself is ``"."``.
         site: The lines of the package that led to it, the seam's last.
         through_seam: Whether the line of the package nearest to it is in ``files.py``.
     """
 
-    number: int
     name: str
     path: str
     site: tuple[str, ...]
@@ -94,7 +92,7 @@ class Rule:
         part: What the path contains.
         first: How many calls that fit are let through before.
         times: How many are harmed after those; all if None.
-        number: The one call of this number, whatever it is.
+        site: The lines of the package that lead to it; any if empty.
     """
 
     action: Action
@@ -102,13 +100,13 @@ class Rule:
     part: str = ""
     first: int = 0
     times: int | None = 1
-    number: int | None = None
+    site: tuple[str, ...] = ()
     harmed: list[Call] = field(default_factory=list)
 
     def takes(self, call: Call) -> bool:
-        if self.number is not None:
-            return call.number == self.number
         if (self.names and call.name not in self.names) or self.part not in call.path:
+            return False
+        if self.site and call.site != self.site:
             return False
         if self.first:
             self.first -= 1
@@ -168,13 +166,17 @@ class FaultySystem:
 
     Args:
         root: Calls that concern this folder or what is in it are counted, and may be harmed.
+        syncs: Whether ``fsync`` waits for the disk, if it is not harmed.
 
     Attributes:
         calls: What was called so far.
+        has_page_cache: If False, no read is served at once from memory.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, syncs: bool = True) -> None:
         self.root = str(root)
+        self.syncs = syncs
+        self.has_page_cache = True
         self.calls: list[Call] = []
         self._rules: list[Rule] = []
         self._lock = threading.RLock()
@@ -182,9 +184,8 @@ class FaultySystem:
         self._fstat, self._lseek = os.fstat, os.lseek
         self._patch = pytest.MonkeyPatch()
 
-    def add(self, action: Action, *names: str, part: str = "", **options: Any) -> Rule:
-        """Harm calls from now on; see ``Rule``."""
-        rule = Rule(action, names, part, **options)
+    def add(self, rule: Rule) -> Rule:
+        """Harm these calls from now on."""
         with self._lock:
             self._rules.append(rule)
         return rule
@@ -196,8 +197,11 @@ class FaultySystem:
 
     def __enter__(self) -> Self:
         for name in (*PATH_CALLS, *FD_CALLS, *UNKNOWN_CALLS, "close"):
-            if hasattr(os, name):
-                self._patch.setattr(os, name, self._stand_in(name, getattr(os, name)))
+            real = getattr(os, name, None)
+            if name in {"fsync", "fdatasync"} and not self.syncs:
+                real = _not_waiting
+            if real is not None:
+                self._patch.setattr(os, name, self._stand_in(name, real))
         self._patch.setattr(fcntl, "flock", self._stand_in("flock", fcntl.flock))
         # The descriptor stays whoever's it was: only the reading of whole files goes through this.
         self._patch.setattr(files, "open", self._open_file, raising=False)
@@ -223,6 +227,8 @@ class FaultySystem:
             path = self._path_of(args, options)
             if path is None or name == "close":
                 return real(*args, **options)
+            if name == "preadv" and len(args) > 3 and args[3] and not self.has_page_cache:
+                raise BlockingIOError(errno.EAGAIN, "not in the page cache")
             assert name not in UNKNOWN_CALLS, f"os.{name} is neither faulted nor recorded"
             return self._call(name, path, real, args, options)
 
@@ -231,7 +237,7 @@ class FaultySystem:
     def _call(self, name: str, path: str, real: Any, args: Any, options: Any) -> Any:
         with self._lock:
             site, through_seam = _site(sys._getframe(2))
-            call = Call(len(self.calls), name, path, site, through_seam)
+            call = Call(name, path, site, through_seam)
             self.calls.append(call)
             rule = next((rule for rule in self._rules if rule.takes(call)), None)
             if rule is not None:
@@ -322,6 +328,10 @@ class _Reader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+def _not_waiting(_: int) -> None:
+    pass
 
 
 def _is_nameless(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
@@ -551,6 +561,3 @@ def tree_of(root: Path) -> dict[str, Content | None]:
         str(path.relative_to(root)): None if path.is_dir() else path.read_bytes()
         for path in root.rglob("*")
     }
-
-
-NO_SPACE, BROKEN, DENIED, INTERRUPTED = errno.ENOSPC, errno.EIO, errno.EACCES, errno.EINTR

@@ -46,7 +46,9 @@ def pack_catalog(
     records["key"] = _keys(entry.key for entry in entries)
     with_parent = [number for number, entry in enumerate(entries) if entry.parent is not None]
     records["parent"][with_parent] = _keys(entries[number].parent for number in with_parent)
-    with_tokens = [n for n, entry in enumerate(entries) if store_tokens and entry.tokens is not None]
+    with_tokens = [
+        n for n, entry in enumerate(entries) if store_tokens and entry.tokens is not None
+    ]
     for number in with_tokens:
         records["tokens"][number, : num_tokens[number]] = entries[number].tokens
     flags = np.where(num_tokens < geometry.page_tokens, IS_TAIL, 0).astype(np.uint32)
@@ -85,7 +87,9 @@ def _sealed(geometry: Geometry, chunk: Bytes, count: int) -> Bytes:
     return chunk
 
 
-def map_of(geometry: Geometry, records: "npt.NDArray[Any]", holds: "npt.NDArray[np.bool_]") -> SegmentMap:
+def map_of(
+    geometry: Geometry, records: "npt.NDArray[Any]", holds: "npt.NDArray[np.bool_]"
+) -> SegmentMap:
     """What the records of a segment say of where its pages are, up to the last that there is.
 
     Raises:
@@ -96,7 +100,9 @@ def map_of(geometry: Geometry, records: "npt.NDArray[Any]", holds: "npt.NDArray[
     if not geometry.fixed_size:
         sizes = records["layer_nbytes"][:used].astype(np.int64) + 4
         if int(sizes.max()) > geometry.chunk_nbytes:
-            raise ValueError(f"it has a layer of {sizes.max()} bytes, at most {geometry.chunk_nbytes}")
+            raise ValueError(
+                f"it has a layer of {sizes.max()} bytes, at most {geometry.chunk_nbytes}"
+            )
         bounds = np.zeros((used, geometry.num_layers + 1), np.int64)
         np.cumsum(sizes, axis=1, out=bounds[:, 1:])
         bounds += records["offset"][:used].astype(np.int64)[:, None]

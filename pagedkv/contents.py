@@ -1,4 +1,4 @@
-"""``Contents``: which pages a store holds, in memory: segments, their maps, and the index by key."""
+"""``Contents``: which pages a store holds: segments, their maps, and the index by key."""
 
 import logging
 import threading
@@ -79,13 +79,14 @@ class Contents:
             if lane not in known:
                 self.load(lane)
 
-    def refresh(self, own_lane: int | None) -> tuple[bool, list[Place]]:
+    def refresh(self, own_lane: int | None) -> tuple[bool, list[Segment]]:
         """Notice what other processes have committed or removed.
 
         Returns:
             Whether anything changed, and the segments that are gone.
         """
-        changed, gone = False, []
+        changed = False
+        gone: list[Segment] = []
         root_changed = files.changed_ns(self.root)
         with self.lock:
             if root_changed != self._root_changed_ns or is_young(root_changed):
@@ -98,8 +99,8 @@ class Contents:
                 if lane == own_lane or generation == self._generations.get((lane, number)) != 0:
                     continue
                 for missing in group.missing():
-                    gone.append((lane, number, missing))
-                    self.drop(gone[-1])
+                    gone.append(group.segments[missing])
+                    self.drop((lane, number, missing))
                 changed |= self._reload(lane, number)
         return changed or bool(gone), gone
 
@@ -150,16 +151,18 @@ class Contents:
             ValueError: Its catalogue chunk had to be read again, and is damaged.
             OSError: It is gone (``files.is_vanished``), or the system could not read.
         """
-        with self.lock:
-            found = self._maps.get(place)
-            if found is not None:
-                self._maps.move_to_end(place)
-                return found
+        found = self._maps.get(place)
+        if found is not None:
+            return found
         lane, number, _ = place
         loaded = self.groups[lane, number].load_map(segment)
         with self.lock:
             self._keep_map(place, loaded)
         return loaded
+
+    def kept_map(self, place: Place) -> SegmentMap | None:
+        """What ``map_of`` gives, if it is in memory."""
+        return self._maps.get(place)
 
     def parents_of(self, place: Place, segment: Segment) -> list[PageKey | None]:
         """The parent of each row's page; None where there is none, or it cannot be read."""

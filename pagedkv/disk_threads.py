@@ -49,13 +49,15 @@ class Job:
             if self.is_abandoned:
                 return
             num_read = self.fetch(memory)
-            with self._lock:
-                if self.is_abandoned:
-                    return
-                self.is_used = True
-            self.use(memory, num_read)
+            if self._begin_use():
+                self.use(memory, num_read)
         except BaseException as error:  # noqa: BLE001 - raised again by who waits
             self.error = error
+
+    def _begin_use(self) -> bool:
+        with self._lock:
+            self.is_used = not self.is_abandoned
+            return self.is_used
 
     def abandon(self) -> bool:
         """Give the job up, unless it is past the disk; whether it was given up."""
@@ -111,12 +113,12 @@ class DiskThreads:
                 thread.start()
             self._wake.notify_all()
 
-    def wait(self, jobs: Sequence[Job], deadline: float | None) -> None:
+    def wait(self, jobs: Sequence[Job], expires: float | None) -> None:
         """Wait until all of these are done.
 
         Args:
             jobs: Jobs that were started.
-            deadline: When to give up, in ``time.monotonic``'s seconds.
+            expires: When to give up, in ``time.monotonic``'s seconds.
 
         Raises:
             StoreTimeoutError: The deadline came first. Jobs that were not past the disk are given
@@ -127,7 +129,7 @@ class DiskThreads:
         with self._wake:
             for job in jobs:
                 while not job.is_done:
-                    left = None if deadline is None else deadline - time.monotonic()
+                    left = None if expires is None else expires - time.monotonic()
                     if left is not None and left <= 0 and job.abandon():
                         late = True
                         break

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pagedkv import files, metadata
 from pagedkv.catalog import HAS_PARENT, derived_chunks, map_of, unpack_catalog
 from pagedkv.codec import Bytes
+from pagedkv.evictions import EVICTED
 from pagedkv.format import (
     CATALOG,
     CATALOG_DIMENSIONS,
@@ -40,6 +41,7 @@ logger = logging.getLogger("pagedkv")
 
 _FIRST_SEGMENTS = 16
 _MORE_SEGMENTS = 256
+_GROWTH_NBYTES = 16 * 2**10
 _YOUNG_NS = 50 * 10**6
 """A folder changed so lately may change again without showing it."""
 
@@ -49,13 +51,15 @@ class Segment:
 
     Args:
         number: Its place: it has the rows from ``number * rows`` on.
+        path: Its file.
         keys: Key of each row in use; None where a row holds no page.
     """
 
-    __slots__ = ("keys", "number", "used_at")
+    __slots__ = ("keys", "number", "path", "used_at")
 
-    def __init__(self, number: int, keys: tuple[PageKey | None, ...]) -> None:
+    def __init__(self, number: int, path: Path, keys: tuple[PageKey | None, ...]) -> None:
         self.number = number
+        self.path = path
         self.keys = keys
         self.used_at = np.zeros(len(keys), np.uint64)
         """The store's clock when each row was last used, ``(row,)``."""
@@ -110,10 +114,6 @@ class LaneGroup:
         """File of a segment in one of the group's arrays (``kv``, ``catalog``, …)."""
         return self.path / array / chunk_name(number, self._arrays[array])
 
-    def measure(self) -> int:
-        """Bytes of all chunks on disk."""
-        return sum(sum(self._chunk_sizes(array).values()) for array in self._arrays)
-
     def load(self) -> list[tuple[Segment, SegmentMap]]:
         """Read what the catalogue has beyond ``segments``: committed segments, in order.
 
@@ -153,6 +153,12 @@ class LaneGroup:
             raise
         return 0 if is_young(changed) else changed
 
+    def nbytes_of(self, segment_map: SegmentMap) -> int:
+        """Bytes of all files of a segment."""
+        pages = self.segment_format.extents(segment_map)[1]
+        overhead = self.geometry.write_nbytes(1) - self.geometry.page_nbytes
+        return int(pages[-1]) + overhead
+
     def load_map(self, segment: Segment) -> SegmentMap:
         """Read a segment's map from its catalogue chunk again.
 
@@ -190,6 +196,12 @@ class LaneGroup:
         records, holds = unpack_catalog(self.geometry, number, chunk)
         return records["parent"].tobytes(), holds & (records["flags"] & HAS_PARENT != 0)
 
+    def missing_nbytes(self) -> int:
+        """About how much ``prepare`` is going to write."""
+        documents = self._documents() if self._missing_documents() else {}
+        columns = len(self._incomplete()) * self.geometry.derived_nbytes
+        return 2 * sum(len(document) for document in documents.values()) + columns
+
     def prepare(self) -> None:
         """Make the group ready for its lane's writer, after ``load``.
 
@@ -197,10 +209,9 @@ class LaneGroup:
         a record do not exist) and rewrites missing chunks of derived columns.
         """
         files.make_dir(self.path)
-        missing = [array for array in self._arrays if self._num_rows(array) is None]
+        missing = self._missing_documents()
         if missing or metadata.read_document(self.path) is None:
-            spec, codec = self.segment_format.spec, self.segment_format.codec
-            documents = metadata.array_documents(spec, codec, self.geometry)
+            documents = self._documents()
             for array in missing:
                 files.make_dir(self.path / array)
                 files.write_atomic(self.path / array / METADATA, [documents[array]])
@@ -244,7 +255,9 @@ class LaneGroup:
                     temps.append((temp, path))
                     files.write_all(fd, chunk)
                     files.sync_file(fd)
-                made.append((Segment(number, keys), segment_map, chunk))
+                made.append(
+                    (Segment(number, self.chunk_path(KV, number), keys), segment_map, chunk)
+                )
             for temp, path in temps:
                 files.replace(temp, path)
             files.sync_dir(self.path / KV)
@@ -259,12 +272,21 @@ class LaneGroup:
             self._write_columns(segment.number, chunk.tobytes())
         return [(segment, segment_map) for segment, segment_map, _ in made]
 
-    def grow(self, num_segments: int) -> None:
-        """Make the arrays long enough for so many segments; in steps, so that it happens rarely."""
+    def growth_nbytes(self, num_segments: int) -> int:
+        """About how much ``grow`` is going to write beside what is there."""
+        return _GROWTH_NBYTES if num_segments > self._capacity else 0
+
+    def grow(self, num_segments: int) -> int:
+        """Make the arrays long enough for so many segments; in steps, so that it happens rarely.
+
+        Returns:
+            How many bytes longer their documents are.
+        """
         with self._growth:
-            if num_segments > self._capacity:
-                ahead = min(max(num_segments, _FIRST_SEGMENTS), _MORE_SEGMENTS)
-                self._set_capacity(num_segments + ahead)
+            if num_segments <= self._capacity:
+                return 0
+            ahead = min(max(num_segments, _FIRST_SEGMENTS), _MORE_SEGMENTS)
+            return self._set_capacity(num_segments + ahead)
 
     def trim(self) -> None:
         """Make the arrays end where the last segment does."""
@@ -313,7 +335,7 @@ class LaneGroup:
             PageKey(raw[32 * row : 32 * row + 32]) if held else None
             for row, held in enumerate(segment_map.holds.tolist())
         )
-        return Segment(number, keys), segment_map
+        return Segment(number, self.chunk_path(KV, number), keys), segment_map
 
     def _write_columns(self, number: int, chunk: bytes) -> None:
         """Write the derived columns of a segment: a convenience, so failing is only logged."""
@@ -326,15 +348,27 @@ class LaneGroup:
             logger.warning("could not write the derived columns of %s: %s", self.path, error)
 
     def _complete_columns(self) -> None:
+        for number in sorted(self._incomplete()):
+            with contextlib.suppress(OSError):
+                chunk = files.read_bytes(self.chunk_path(CATALOG, number))
+                self._write_columns(number, chunk)
+
+    def _incomplete(self) -> set[int]:
+        """Segments that lack a chunk of a derived column."""
         incomplete: set[int] = set()
         for column in self._columns:
             sizes = self._chunk_sizes(column.name)
             nbytes = self.geometry.rows * column.row_nbytes
             incomplete |= {n for n in self.segments if sizes.get(n) != nbytes}
-        for number in sorted(incomplete):
-            with contextlib.suppress(OSError):
-                chunk = files.read_bytes(self.chunk_path(CATALOG, number))
-                self._write_columns(number, chunk)
+        return incomplete
+
+    def _documents(self) -> dict[str, bytes]:
+        """The documents of all arrays, without rows."""
+        form = self.segment_format
+        return metadata.array_documents(form.spec, form.codec, self.geometry)
+
+    def _missing_documents(self) -> list[str]:
+        return [array for array in (*self._arrays, EVICTED) if self._num_rows(array) is None]
 
     def _chunk_sizes(self, array: str) -> dict[int, int]:
         """Size of each chunk file of an array by its segment."""
@@ -353,21 +387,24 @@ class LaneGroup:
         except (ValueError, KeyError, TypeError, IndexError, OverflowError):
             return None
 
-    def _set_capacity(self, num_segments: int) -> None:
+    def _set_capacity(self, num_segments: int) -> int:
         num_rows = num_segments * self.geometry.rows
         lengths = {array: self._num_rows(array) for array in self._arrays}
         made: dict[str, bytes] = {}
         if None in lengths.values():  # damaged meanwhile: they hold nothing that is not known
-            made = metadata.array_documents(
-                self.segment_format.spec, self.segment_format.codec, self.geometry
-            )
+            made = self._documents()
+        growth = 0
         for array, length in lengths.items():
             if length != num_rows:
                 path = self.path / array / METADATA
-                document = json.loads(files.read_bytes(path) if length is not None else made[array])
+                before = files.read_bytes(path) if length is not None else made[array]
+                document = json.loads(before)
                 document["shape"][0] = num_rows
-                files.write_atomic(path, [json.dumps(document, indent=2).encode()])
+                after = json.dumps(document, indent=2).encode()
+                files.write_atomic(path, [after])
+                growth += len(after) - len(before)
         self._capacity = num_segments
+        return growth
 
 
 def is_young(changed_ns: int) -> bool:

@@ -3,9 +3,12 @@
 These are conveniences or can be found out anew, so a damaged document is as good as none. Whoever
 changes one holds the lock of the store's root folder, where its new bytes lie until they are
 complete: what an interrupted change leaves there can be told apart from a change in progress.
+A claim changes often, and replacing a file can take milliseconds. So it has a place of fixed width
+near the document's start, where it is overwritten.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,11 @@ from pagedkv.format import ATTRIBUTE, METADATA, lane_name
 CLAIM = "claimed_nbytes"
 HEADER = "header"
 LAST_WRITER = "last_writer"
+
+_CLAIM_WIDTH = 20
+_CLAIM_PLACE = re.compile(b'"%s": ([0-9]+ *)' % CLAIM.encode())
+_SECTOR_NBYTES = 512
+"""A few bytes that lie within it are written as a whole, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +99,44 @@ def update(root: Path, lane: int, changes: Mapping[str, Any], *, sync: bool) -> 
     """
     before = read(root, lane)
     folder = root / lane_name(lane)
-    others = before.node.get("attributes")
     attributes = {**before.attributes, **changes}
+    if CLAIM in attributes:  # first, so that it is near the start
+        attributes = {CLAIM: attributes[CLAIM], **attributes}
+    others = before.node.get("attributes")
     node = {
-        **before.node,
-        "attributes": {**(others if isinstance(others, dict) else {}), ATTRIBUTE: attributes},
+        "attributes": {ATTRIBUTE: attributes},
+        **{name: value for name, value in before.node.items() if name != "attributes"},
     }
-    raw = json.dumps(node).encode()
+    if isinstance(others, dict):
+        node["attributes"] |= {name: value for name, value in others.items() if name != ATTRIBUTE}
+    raw = _CLAIM_PLACE.sub(_padded, json.dumps(node).encode(), count=1)
     if not before.nbytes:
         files.remove_empty_folder(folder / METADATA)
     files.write_atomic(folder / METADATA, [raw], sync=sync, folder=root)
     if sync:
         files.sync_dir(folder)
     return LaneDocument(nbytes=len(raw), node=node, attributes=attributes)
+
+
+def claim(root: Path, lane: int, nbytes: int) -> LaneDocument:
+    """Change how many bytes a lane claims, as ``update`` does, unsynced.
+
+    Returns:
+        The new document.
+    """
+    raw = read_raw(root, lane)
+    place = _CLAIM_PLACE.search(raw)
+    if place is None or place.end() > _SECTOR_NBYTES or len(place[1]) != _CLAIM_WIDTH:
+        return update(root, lane, {CLAIM: nbytes}, sync=False)
+    changed = raw[: place.start(1)] + b"%-*d" % (_CLAIM_WIDTH, nbytes) + raw[place.end() :]
+    document = parse(changed)
+    if len(changed) != len(raw) or document.claimed_nbytes != nbytes:
+        return update(root, lane, {CLAIM: nbytes}, sync=False)
+    files.overwrite(
+        root / lane_name(lane) / METADATA, changed[slice(*place.span(1))], place.start(1)
+    )
+    return document
+
+
+def _padded(place: "re.Match[bytes]") -> bytes:
+    return place[0].ljust(len(place[0]) - len(place[1]) + _CLAIM_WIDTH)

@@ -11,8 +11,9 @@ import socket
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from pagedkv import files, metadata
+from pagedkv import files, lane_document
 from pagedkv.format import ATTRIBUTE, METADATA, lane_name, lane_number
 
 
@@ -52,18 +53,20 @@ class LaneLock:
         files.close_file(fd)
         return None
 
-    def prepare(self) -> None:
-        """Remove what an earlier writer left half done, and name the holder in the lane's group."""
+    def clean(self) -> None:
+        """Remove what an earlier writer left half done."""
         files.remove_temps(self.path)
-        document = metadata.read_document(self.path) or json.loads(metadata.group_document())
-        holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+
+    @staticmethod
+    def holder() -> dict[str, Any]:
+        """What the lane's document shall say of this process."""
+        return {
+            lane_document.LAST_WRITER: {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
         }
-        document["attributes"] = {ATTRIBUTE: {"last_writer": holder}}
-        files.write_atomic(self.path / METADATA, [json.dumps(document, indent=2).encode()])
-        files.sync_dir(self.path)
 
     def release(self) -> None:
         """Give the lock back; also where forked children share its descriptor."""

@@ -5,18 +5,24 @@ disk threads: several requests in flight, decoding beside reading, and a deadlin
 """
 
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv import files
 from pagedkv.disk_threads import DiskThreads, Job
 from pagedkv.files import Bytes
+from pagedkv.format import crc32c
+from pagedkv.lane import Segment
 from pagedkv.memory import Numbers, PageArrays
-from pagedkv.segment import Piece, SegmentFormat, SegmentMap, transfer_buffer
+from pagedkv.segment import Piece, SegmentFormat, transfer_buffer
 from pagedkv.segment_files import SegmentFiles
+from pagedkv.segment_map import SegmentMap
+
+Array = npt.NDArray[Any]
 
 _BLOCK_NBYTES = 4096
 """Reads past the page cache begin and end at multiples of this."""
@@ -28,8 +34,7 @@ class SegmentRead:
 
     Args:
         form: The format of the segment's file.
-        name: A name of the file, the same each time.
-        path: Where it is.
+        segment: The segment.
         segment_map: Where its pages are.
         rows: Which of them, ascending.
         numbers: For each its number among the caller's pages.
@@ -37,8 +42,7 @@ class SegmentRead:
     """
 
     form: SegmentFormat
-    name: Hashable
-    path: Path
+    segment: Segment
     segment_map: SegmentMap
     rows: Numbers
     numbers: Numbers
@@ -65,14 +69,14 @@ class PageReader:
         return self._threads.num_hung
 
     def read(
-        self, wanted: Iterable[SegmentRead], pages: PageArrays, timeout: float | None
+        self, wanted: Iterable[SegmentRead], pages: PageArrays, deadline: float | None
     ) -> list[int]:
         """Read and verify.
 
         Args:
             wanted: What to read.
             pages: Where to. Never written to after this has returned or raised.
-            timeout: Seconds after which to give up.
+            deadline: Seconds from now after which to give up.
 
         Returns:
             Numbers of the pages that are damaged or gone; what their memory holds is undefined.
@@ -81,26 +85,61 @@ class PageReader:
             StoreError: The system could not read; the file is named.
             StoreTimeoutError: The disk did not answer in time.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        expires = None if deadline is None else time.monotonic() + deadline
         damaged: set[int] = set()
         jobs: list[Job] = []
         try:
             for one in wanted:
                 for extent in one.form.plan(one.segment_map, one.rows, one.layer):
-                    rest = extent if self._direct else self._read_cached(one, extent, pages, damaged)
+                    rest = (
+                        extent if self._direct else self._read_cached(one, extent, pages, damaged)
+                    )
                     if rest:
                         job = self._job(one, rest, pages, damaged)
                         self._threads.start([job])
                         jobs.append(job)
-            self._threads.wait(jobs, deadline)
+            self._threads.wait(jobs, expires)
         except BaseException:
             self._threads.call_off(jobs)
             raise
         return sorted(damaged)
 
-    def forget(self, name: Hashable) -> None:
-        """Close a file that is gone."""
-        self._files.forget(name)
+    def read_small(
+        self, form: SegmentFormat, segment: Segment, crc: int, offset: int, out: Array
+    ) -> bool | None:
+        """Read one small chunk that lies in the page cache, with less ado than ``read``.
+
+        Args:
+            form: The format of the segment's file.
+            segment: The segment.
+            crc: CRC32C of the payload.
+            offset: Where the chunk is in the file.
+            out: Where to, ``(kind, token, head, channel)``.
+
+        Returns:
+            Whether it is good; None if it is not in the page cache, or not to be had so.
+        """
+        nbytes = form.geometry.chunk_nbytes
+        stored = transfer_buffer(nbytes)
+        try:
+            file = self._files.take(segment, segment.path)
+            try:
+                num_read = files.pread_now(file.fd, stored, offset)
+            finally:
+                self._files.give_back(file)
+        except OSError:  # ``read`` says what it is
+            return None
+        if num_read < nbytes:
+            return None
+        payload = stored[:-4]
+        if crc32c(payload) != crc or stored[-4:].tobytes() != crc.to_bytes(4, "little"):
+            return False
+        form.codec.decode(form.spec, payload, out)
+        return True
+
+    def forget(self, segment: Segment) -> None:
+        """Close the file of a segment that is gone."""
+        self._files.forget(segment)
 
     def close(self) -> None:
         """Close all files and let the threads end."""
@@ -111,9 +150,9 @@ class PageReader:
         self, one: SegmentRead, extent: list[Piece], pages: PageArrays, damaged: set[int]
     ) -> list[Piece]:
         """Read what is in the page cache; the pieces that are not."""
-        with files.translated(one.path, "read"):
+        with files.translated(one.segment.path, "read"):
             try:
-                with self._files.reading(one.name, one.path) as fd:
+                with self._files.reading(one.segment, one.segment.path) as fd:
                     for number, piece in enumerate(extent):
                         stored = transfer_buffer(piece.nbytes)
                         if files.pread_now(fd, stored, piece.offset) < piece.nbytes:
@@ -136,9 +175,9 @@ class PageReader:
             end = -(-end // _BLOCK_NBYTES) * _BLOCK_NBYTES
 
         def fetch(memory: Bytes) -> int:
-            with files.translated(one.path, "read"):
+            with files.translated(one.segment.path, "read"):
                 try:
-                    with self._files.reading(one.name, one.path) as fd:
+                    with self._files.reading(one.segment, one.segment.path) as fd:
                         return files.pread_into(fd, memory[: end - start], start)
                 except OSError as error:
                     if not files.is_vanished(error):
@@ -161,8 +200,6 @@ def _decode(
         padded = np.zeros(piece.nbytes, np.uint8)
         padded[: len(stored)] = stored
         stored = padded
-    good = one.form.decode(
-        stored, piece, one.segment_map, one.rows, pages, one.numbers, one.layer
-    )
+    good = one.form.decode(stored, piece, one.segment_map, one.rows, pages, one.numbers, one.layer)
     if not good.all():
         damaged.update(one.numbers[piece.pages][~good].tolist())

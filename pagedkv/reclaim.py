@@ -5,9 +5,10 @@ what live sequences hold, is written again before they go.
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,9 @@ import numpy.typing as npt
 from pagedkv import files
 from pagedkv.catalog import unpack_catalog
 from pagedkv.contents import Contents, Place
-from pagedkv.errors import StoreError, StoreFullError
-from pagedkv.evictions import EvictionReason, EvictionRing
-from pagedkv.format import CATALOG, EVICTED, KV, StoreRow
+from pagedkv.errors import StoreFullError
+from pagedkv.evictions import EVICTED, EVICTED_NBYTES, EvictionReason, EvictionRing
+from pagedkv.format import CATALOG, KV, StoreRow
 from pagedkv.lane import Segment, SegmentSource
 from pagedkv.lane_lock import LaneLock
 from pagedkv.page_reader import PageReader
@@ -101,7 +102,9 @@ class Reclaimer:
         self._lane = lane
         self._commit = commit
 
-    def collect(self, is_enough: Callable[[], bool], reason: EvictionReason, keep: Keep) -> CollectReport:
+    def collect(
+        self, is_enough: Callable[[], bool], reason: EvictionReason, keep: Keep
+    ) -> CollectReport:
         """Give up segments until there is room enough, or none is left that may go.
 
         Args:
@@ -145,8 +148,8 @@ class Reclaimer:
                 stack.callback(lock.release)
                 lanes.add(lane)
         with self._contents.lock:
-            for place in self._contents.refresh(self._lane)[1]:
-                self._reader.forget(place)
+            for segment in self._contents.refresh(self._lane)[1]:
+                self._reader.forget(segment)
         return lanes
 
     def _candidates(self, lanes: set[int]) -> list[_Candidate]:
@@ -208,21 +211,31 @@ class Reclaimer:
         freed = group.remove(segment_number)
         with self._contents.lock:
             self._contents.drop(one.place)
-        self._reader.forget(one.place)
+        self._reader.forget(one.segment)
         self._space.free(freed, lane)
         held = np.array([key is not None for key in one.segment.keys])
-        lost = {
-            EvictionReason.DEAD_PARENT: held & one.dead & ~moved,
-            reason: held & ~one.dead & ~moved,
-        }
-        ring = EvictionRing(group.path / EVICTED)
-        for why, rows in lost.items():
-            keys = [one.segment.keys[row] for row in np.flatnonzero(rows)]
-            ring.add([key for key in keys if key is not None], why)
+        self._remember(one, EvictionReason.DEAD_PARENT, held & one.dead & ~moved)
+        self._remember(one, reason, held & ~one.dead & ~moved)
         tally.evicted += int((held & ~moved).sum())
         tally.dead += int((held & one.dead & ~moved).sum())
         tally.moved += int(moved.sum())
         tally.removed += 1
+
+    def _remember(self, one: _Candidate, reason: EvictionReason, rows: Bools) -> None:
+        """Note in the eviction ring which pages left, if there is room for it."""
+        keys = [key for key, left in zip(one.segment.keys, rows, strict=True) if left and key]
+        if not keys:
+            return
+        lane, number, _ = one.place
+        path = self._contents.groups[lane, number].path / EVICTED
+        before = sum(files.file_sizes(path).values())
+        try:
+            self._space.reserve(2 * EVICTED_NBYTES)
+        except StoreFullError:
+            return
+        EvictionRing(path).add(keys, reason, time.time_ns())
+        after = sum(files.file_sizes(path).values())
+        self._space.release(2 * EVICTED_NBYTES, written=after - before)
 
     def _move(self, one: _Candidate, wanted: Bools) -> bool:
         """Write these pages of a segment into another; whether there was room for them."""

@@ -11,8 +11,8 @@ from pagedkv.spec import PageKey
 class RowIndex:
     """Rows by page key. The first row of a key counts; later ones are kept as its copies.
 
-    A row is kept packed into one integer, since an index may hold millions. Not thread-safe for changes;
-    ``get``, ``in`` and ``len`` may run beside one.
+    A row is kept packed into one integer, since an index may hold millions. Not thread-safe for
+    changes; ``get``, ``in`` and ``len`` may run beside one.
     """
 
     def __init__(self) -> None:
@@ -74,4 +74,3 @@ class RowIndex:
         rows = [*self._rows.values(), *(row for rows in self._copies.values() for row in rows)]
         assert len(rows) == len(set(rows))
         assert all(copies and key in self._rows for key, copies in self._copies.items())
-

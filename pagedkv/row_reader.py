@@ -13,7 +13,6 @@ from pagedkv.contents import Contents, Place
 from pagedkv.errors import CorruptPageError, PageNotFoundError
 from pagedkv.format import (
     GROUP_BITS,
-    KV,
     ROW_BITS,
     PackedRows,
     StoreRow,
@@ -51,9 +50,11 @@ class RowReader:
         layer: int | None,
         out: Sequence[Array] | Array,
         at: Numbers | None,
-        timeout: float | None,
+        deadline: float | None,
     ) -> None:
         """Read pages, or one layer of each, as ``PageStore.read`` says."""
+        if len(rows) == 1 and self._read_small(rows, layer, out, at):
+            return
         if isinstance(rows, np.ndarray):
             packed = rows
         else:
@@ -63,7 +64,7 @@ class RowReader:
         groups = packed >> ROW_BITS & (1 << GROUP_BITS) - 1
         number = int(groups[0])
         if not isinstance(out, np.ndarray) and (groups != number).any():
-            self._read_groups(packed, groups, layer, out, timeout)
+            self._read_groups(packed, groups, layer, out, deadline)
             return
         spec = self._contents.formats[number].spec
         if layer is not None and not 0 <= layer < spec.held_layers:
@@ -78,10 +79,46 @@ class RowReader:
             raise ValueError("an out array is read-only")
         lost: list[int] = []
         wanted = self._wanted(number, packed, layer, lost)
-        lost += self._reader.read(wanted, pages, timeout)
+        lost += self._reader.read(wanted, pages, deadline)
         pages.deliver()
         if lost:
             self._lose(packed, sorted(lost))
+
+    def _read_small(
+        self,
+        rows: Sequence[StoreRow] | PackedRows,
+        layer: int | None,
+        out: Sequence[Array] | Array,
+        at: Numbers | None,
+    ) -> bool:
+        """Read one small chunk from the page cache; False if that is for ``read`` to do."""
+        packed = int(rows[0]) if isinstance(rows, np.ndarray) else pack_row(rows[0])
+        lane, number = packed >> ROW_BITS + GROUP_BITS, packed >> ROW_BITS & (1 << GROUP_BITS) - 1
+        form = self._contents.formats[number]
+        if not form.has_small_chunks or (layer is None and form.geometry.num_layers > 1):
+            return False
+        array = out[0 if at is None else int(at[0])]
+        shape = form.page_shape if layer is None else form.layer_shape
+        if array.shape != shape or array.dtype != form.dtype or not array.flags.writeable:
+            return False
+        group = self._contents.groups.get((lane, number))
+        found = None if group is None else group.locate(packed & (1 << ROW_BITS) - 1)
+        if found is None:
+            return False
+        segment, row = found
+        segment_map = self._contents.kept_map((lane, number, segment.number))
+        if segment_map is None or not 0 <= (layer or 0) < form.geometry.num_layers:
+            return False
+        crc = int(segment_map.crcs[row, layer or 0])
+        offset = row * form.geometry.page_nbytes + (layer or 0) * form.geometry.chunk_nbytes
+        target = array[0] if layer is None else array
+        is_good = self._reader.read_small(form, segment, crc, offset, target)
+        if is_good is None:
+            return False
+        segment.used_at[row] = self._contents.tick()
+        if not is_good:
+            self._lose(np.array([packed]), [0])
+        return True
 
     def _read_groups(
         self,
@@ -89,7 +126,7 @@ class RowReader:
         groups: Numbers,
         layer: int | None,
         out: Sequence[Array],
-        timeout: float | None,
+        deadline: float | None,
     ) -> None:
         """Read pages of several specs, one spec after the other."""
         if len(packed) != len(out):
@@ -99,7 +136,7 @@ class RowReader:
         for number in np.unique(groups).tolist():
             chosen = np.flatnonzero(groups == number)
             try:
-                self.read(packed[chosen], layer, [out[n] for n in chosen], None, timeout)
+                self.read(packed[chosen], layer, [out[n] for n in chosen.tolist()], None, deadline)
             except CorruptPageError as error:
                 errors.append(error)
                 positions += chosen[list(error.positions)].tolist()
@@ -135,8 +172,7 @@ class RowReader:
             segment.used_at[local] = used_at
             yield SegmentRead(
                 form=self._contents.formats[number],
-                name=place,
-                path=self._contents.path_of(place, KV),
+                segment=segment,
                 segment_map=segment_map,
                 rows=local,
                 numbers=numbers,
@@ -174,9 +210,10 @@ class RowReader:
                     keys.append(key)
                     lost = self._contents.indexes[row.group].remove(key, row)
                     self.num_damaged_pages += lost
+        first = keys[0].hex() if keys else "(its segment was given up)"
         message = (
-            f"{len(rows)} pages of {self._contents.root} are damaged or gone, the first in {rows[0]}:"
-            " compute them again"
+            f"{len(rows)} pages of {self._contents.root} are damaged or gone, the first {first} in"
+            f" {rows[0]}: compute them again"
         )
         logger.warning("%s", message)
         raise CorruptPageError(message, tuple(keys), tuple(positions))

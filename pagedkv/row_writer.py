@@ -5,7 +5,6 @@ from collections.abc import Collection
 
 from pagedkv import files
 from pagedkv.contents import Contents
-from pagedkv.errors import StoreFullError
 from pagedkv.evictions import EvictionReason
 from pagedkv.format import StoreRow
 from pagedkv.lane import SegmentSource
@@ -71,23 +70,24 @@ class RowWriter:
     def _commit(self, number: int, source: SegmentSource) -> None:
         """Write pages into new segments of the own lane, and make them known."""
         group = self._contents.groups[self._lane, number]
+        with self._contents.lock:
+            first = group.next_segment
+            group.next_segment += -(-len(source.keys) // group.geometry.rows)
+            used_at = self._contents.tick()
         nbytes = group.geometry.write_nbytes(len(source.keys))
+        nbytes += group.growth_nbytes(group.next_segment)
         self._space.reserve(nbytes)
-        written = False
+        written = 0
         try:
-            with self._contents.lock:
-                first = group.next_segment
-                group.next_segment += -(-len(source.keys) // group.geometry.rows)
-                used_at = self._contents.tick()
             with files.translated(group.path, "write pages to"):
-                group.grow(group.next_segment)
+                written += group.grow(group.next_segment)
                 made = group.commit(first, source)
             with self._contents.lock:
                 for segment, segment_map in made:
                     segment.used_at[:] = used_at
                     place = (self._lane, number, segment.number)
                     self._contents.publish(place, segment, segment_map)
-            written = True
+                    written += group.nbytes_of(segment_map)
         finally:
             self._space.release(nbytes, written=written)
 

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.codec import Bytes, Codec
+from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless
 from pagedkv.format import Geometry, LayerCrcs, LayerSizes, crc32c, segment_index
 from pagedkv.memory import Numbers, PageArrays
 from pagedkv.segment_map import SegmentMap, bounds_of
@@ -16,15 +17,19 @@ from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
 
-PIECE_NBYTES = 128 * 2**10
+PIECE_NBYTES = 256 * 2**10
 """About how much is read at once from the page cache: what was read is decoded while it is still
 in the processor's cache."""
-EXTENT_NBYTES = 512 * 2**10
+EXTENT_NBYTES = 1024 * 2**10
 """About how much is read at once from the disk."""
 _GAP_NBYTES = 16 * 2**10
 """Unwanted bytes between two pages that are read along rather than leaving two reads."""
 _WRITE_NBYTES = 2**20
+SMALL_NBYTES = 4096
+"""Chunks up to this size are decoded by numpy sooner than a kernel is called."""
 
+_ONLY = slice(0, 1)
+_AT_START = np.zeros(1, np.int64)
 _buffers = threading.local()
 
 
@@ -54,6 +59,12 @@ class SegmentFormat:
         self.spec = spec
         self.codec = codec
         self.geometry = geometry
+        self._fixed = cast("FixedCodec", codec)  # used only if its sizes are fixed
+        self._variable = cast("Lossless", codec)  # used only if they are not
+        self.page_shape = spec.page_shape
+        self.layer_shape = spec.layer_shape
+        self.dtype = spec.np_dtype
+        self.has_small_chunks = geometry.fixed_size and geometry.chunk_nbytes <= SMALL_NBYTES
 
     def write(self, fd: int, pages: PageArrays, first: int, count: int) -> SegmentMap:
         """Write a whole segment to an empty file; not yet durable.
@@ -113,6 +124,12 @@ class SegmentFormat:
         """
         num_layers = self.geometry.num_layers
         first, stop = (0, num_layers) if layer is None else (layer, layer + 1)
+        if len(rows) == 1 and segment_map.bounds is None:
+            offset = int(rows[0]) * self.geometry.page_nbytes + first * self.geometry.chunk_nbytes
+            nbytes = (stop - first) * self.geometry.chunk_nbytes
+            if nbytes <= PIECE_NBYTES:
+                yield [Piece(offset, nbytes, _ONLY, _AT_START, first, stop - first)]
+                return
         if segment_map.bounds is None:
             starts = rows * self.geometry.page_nbytes + first * self.geometry.chunk_nbytes
             ends = starts + (stop - first) * self.geometry.chunk_nbytes
@@ -158,21 +175,25 @@ class SegmentFormat:
         Returns:
             For each page of the piece, whether it is good; if not, its numbers are undefined.
         """
-        places, targets = rows[piece.pages], numbers[piece.pages]
         first, stop = piece.first_layer, piece.first_layer + piece.num_layers
+        places: Any = rows[piece.pages]
+        targets: Any = numbers[piece.pages]
+        if len(places) == 1:  # slices cost less than numpy's choosing by numbers
+            places = slice(int(places[0]), int(places[0]) + 1)
+            targets = slice(int(targets[0]), int(targets[0]) + 1)
         crcs = segment_map.crcs[places, first:stop]
-        good = segment_map.holds[places].copy()
+        good: npt.NDArray[np.bool_] = segment_map.holds[places].copy()
         if segment_map.bounds is not None:
             bounds = segment_map.bounds[places, first : stop + 1] - piece.offset
-            for number in range(len(places)):
-                page = pages.page(int(targets[number]))
+            for number, target in enumerate(numbers[piece.pages].tolist()):
+                page = pages.page(target)
                 layers = page[first:stop] if layer is None else page[None]
                 good[number] &= self._decode_variable(stored, bounds[number], crcs[number], layers)
             return good
         memory = pages.memory.part(targets)
         if layer is None and first:
             memory = memory._replace(addresses=memory.addresses + first * memory.layer_stride)
-        self.codec.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
+        self._fixed.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
         return good
 
     def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: LayerCrcs) -> None:
@@ -182,7 +203,7 @@ class SegmentFormat:
         for start in range(0, len(crcs), at_once):
             part = crcs[start : start + at_once]
             memory = pages.memory.part(slice(first + start, first + start + len(part)))
-            self.codec.pack(self.spec, memory, buffer[: len(part) * size], part)
+            self._fixed.pack(self.spec, memory, buffer[: len(part) * size], part)
             files.write_all(fd, buffer[: len(part) * size])
 
     def _write_variable(
@@ -191,7 +212,7 @@ class SegmentFormat:
         for row in range(len(crcs)):
             page, parts = pages.page(first + row), []
             for layer in range(len(page)):
-                payload = self.codec.encode_layer(self.spec, page[layer])
+                payload = self._variable.encode_layer(self.spec, page[layer])
                 crcs[row, layer], sizes[row, layer] = crc32c(payload), len(payload)
                 parts += [payload, crcs[row, layer].astype("<u4").reshape(1).view(np.uint8)]
             files.write_all(fd, np.concatenate(parts))
@@ -199,7 +220,7 @@ class SegmentFormat:
     def _decode_variable(
         self, stored: Bytes, bounds: Numbers, crcs: "npt.NDArray[np.uint32]", layers: Array
     ) -> bool:
-        for layer, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for layer, (start, end) in enumerate(pairwise(bounds.tolist())):
             chunk = stored[start:end]
             trailer = int.from_bytes(chunk[-4:].tobytes(), "little")
             if len(chunk) < 4 or not trailer == crcs[layer] == crc32c(chunk[:-4]):
@@ -212,7 +233,6 @@ class SegmentFormat:
     ) -> Iterator[Piece]:
         """Pieces of pages that are too large to be read at once: some layers of one page."""
         num_layers = self.geometry.num_layers
-        zero = np.zeros(1, np.int64)
         for number in range(len(rows)):
             start, end = int(starts[number]), int(ends[number])
             if segment_map.bounds is None:
@@ -224,7 +244,7 @@ class SegmentFormat:
                 stop = min(first + at_once, num_layers)
                 size = bounds[stop] - bounds[first]
                 page = slice(number, number + 1)
-                yield Piece(bounds[first], size, page, zero, first, stop - first)
+                yield Piece(bounds[first], size, page, _AT_START, first, stop - first)
 
 
 def transfer_buffer(nbytes: int) -> Bytes:
@@ -241,7 +261,7 @@ def _pieces(starts: Numbers, ends: Numbers, first_layer: int, num_layers: int) -
     windows = starts // PIECE_NBYTES
     is_new = (windows[1:] != windows[:-1]) | (starts[1:] - ends[:-1] > _GAP_NBYTES)
     cuts = [0, *(np.flatnonzero(is_new) + 1).tolist(), len(starts)]
-    for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for begin, end in pairwise(cuts):
         offset = int(starts[begin])
         nbytes = int(ends[end - 1]) - offset
         pages = slice(begin, end)

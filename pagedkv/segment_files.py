@@ -14,7 +14,9 @@ MAX_OPEN = 128
 
 
 @dataclass(slots=True)
-class _OpenFile:
+class OpenFile:
+    """A file, and how many read from it."""
+
     fd: int
     num_users: int = 0
     is_kept: bool = True
@@ -33,20 +35,49 @@ class SegmentFiles:
     def __init__(self, *, direct: bool = False) -> None:
         self._direct = direct
         self._lock = threading.Lock()
-        self._open: OrderedDict[Hashable, _OpenFile] = OrderedDict()
+        self._open: OrderedDict[Hashable, OpenFile] = OrderedDict()
 
-    @contextmanager
-    def reading(self, name: Hashable, path: Path) -> Iterator[int]:
-        """The descriptor of the file that is known as ``name``, opened at ``path`` if need be.
+    def take(self, name: Hashable, path: Path) -> OpenFile:
+        """The file that is known as ``name``, opened at ``path`` if need be.
+
+        It stays open until ``give_back``.
 
         Raises:
             OSError: The file cannot be opened (``files.is_vanished``).
         """
-        file = self._take(name, path)
+        with self._lock:
+            file = self._open.get(name)
+            if file is not None:
+                file.num_users += 1
+                self._open.move_to_end(name)
+                return file
+        fd = files.open_file(path, direct=self._direct)
+        with self._lock:
+            file = self._open.get(name)
+            if file is None:
+                file = self._open[name] = OpenFile(fd)
+                if len(self._open) > MAX_OPEN:
+                    self._drop(self._open.popitem(last=False)[1])
+            else:  # another thread was faster
+                files.close_file(fd)
+            file.num_users += 1
+            return file
+
+    def give_back(self, file: OpenFile) -> None:
+        """Tell that a file of ``take`` is not read from any more."""
+        with self._lock:
+            file.num_users -= 1
+            if not file.is_kept and not file.num_users:
+                files.close_file(file.fd)
+
+    @contextmanager
+    def reading(self, name: Hashable, path: Path) -> Iterator[int]:
+        """The descriptor of ``take``'s file, given back after the block."""
+        file = self.take(name, path)
         try:
             yield file.fd
         finally:
-            self._give_back(file)
+            self.give_back(file)
 
     def forget(self, name: Hashable) -> None:
         """Close the file, when the last reader is done, since it is gone or will be."""
@@ -61,32 +92,7 @@ class SegmentFiles:
             while self._open:
                 self._drop(self._open.popitem()[1])
 
-    def _take(self, name: Hashable, path: Path) -> _OpenFile:
-        with self._lock:
-            file = self._open.get(name)
-            if file is not None:
-                file.num_users += 1
-                self._open.move_to_end(name)
-                return file
-        fd = files.open_file(path, direct=self._direct)
-        with self._lock:
-            file = self._open.get(name)
-            if file is None:
-                file = self._open[name] = _OpenFile(fd)
-                if len(self._open) > MAX_OPEN:
-                    self._drop(self._open.popitem(last=False)[1])
-            else:  # another thread was faster
-                files.close_file(fd)
-            file.num_users += 1
-            return file
-
-    def _give_back(self, file: _OpenFile) -> None:
-        with self._lock:
-            file.num_users -= 1
-            if not file.is_kept and not file.num_users:
-                files.close_file(file.fd)
-
-    def _drop(self, file: _OpenFile) -> None:
+    def _drop(self, file: OpenFile) -> None:
         file.is_kept = False
         if not file.num_users:
             files.close_file(file.fd)

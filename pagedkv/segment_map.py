@@ -36,4 +36,5 @@ def bounds_of(sizes: LayerSizes) -> npt.NDArray[np.int64]:
     bounds = np.concatenate([[0], ends])
     count, num_layers = sizes.shape
     rows = np.arange(count)[:, None] * num_layers
-    return bounds[rows + np.arange(num_layers + 1)]
+    found: npt.NDArray[np.int64] = bounds[rows + np.arange(num_layers + 1)]
+    return found

@@ -62,33 +62,30 @@ class PageStore:
         header: StoreHeader,
         lane_lock: LaneLock | None,
         *,
-        read_timeout: float | None,
+        read_deadline: float | None,
         read_threads: int,
         direct: bool,
     ) -> None:
         self.path = path
         self.lane_lock = lane_lock
         self._header = header
-        self._space = Space(f"the store {path}", header.max_nbytes)
         self._contents = Contents(path, header)
         self._files = PageReader(num_threads=read_threads, direct=direct)
         self._rows = RowReader(self._contents, self._files)
-        self._read_timeout = read_timeout
+        self._read_deadline = read_deadline
         self._lock = threading.Lock()
         self._no_writers = threading.Condition(self._lock)
         self._num_writers = 0
         self._closed = ""
+        self._writer: RowWriter | None = None
         with files.translated(path, "open the store"):
-            self._contents.load_all()
-            for (lane, _), group in self._contents.groups.items():
-                if lane == self.own_lane:
-                    group.prepare()
-                self._space.count(group.measure())
-        self._writer = (
-            None
-            if lane_lock is None
-            else RowWriter(self._contents, self._space, self._files, lane_lock.lane)
-        )
+            if lane_lock is None:
+                self._space = Space.reading(path, header)
+                self._contents.load_all()
+            else:
+                self._space = Space.open(path, header, lane_lock.lane, lane_lock.holder())
+                self._contents.load_all()
+                self._prepare(lane_lock.lane)
         open_stores.add(self)
 
     @classmethod
@@ -101,7 +98,7 @@ class PageStore:
         codec: Codec | str | None = None,
         max_nbytes: int | str | None = None,
         store_tokens: bool = True,
-        read_timeout: float | None = 60.0,
+        read_deadline: float | None = 60.0,
         read_threads: int = 4,
         direct: bool = False,
     ) -> "PageStore":
@@ -116,7 +113,7 @@ class PageStore:
                 with mode ``"r"``.
             store_tokens: Keep token ids in the catalogue. False keeps them out; so does a store
                 that was made with False, whatever is asked for here.
-            read_timeout: Seconds after which a read that hangs in the system is given up with
+            read_deadline: Seconds after which a read that hangs in the system is given up with
                 ``StoreTimeoutError``; None waits for ever.
             read_threads: Requests to the disk that are in flight at once. What lies in the page
                 cache is read by the caller's own thread.
@@ -130,14 +127,8 @@ class PageStore:
             StoreError: There is no store, or no folder that can be one; the path is named.
             ValueError: An argument is out of range.
         """
-        if sys.platform == "win32":
-            raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
-        if mode not in ("a", "r"):
-            raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
-        specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
-        for one in specs or ():
-            if not isinstance(one, KVSpec):
-                raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
+        _check_options(mode, read_deadline, read_threads)
+        specs = _as_specs(spec)
         bound = None if max_nbytes is None else parse_nbytes(max_nbytes)
         chosen = None if codec is None else get_codec(codec)
         place = Path(path).absolute()
@@ -150,12 +141,8 @@ class PageStore:
             wanted = StoreHeader.new(specs, get_codec(codec), bound, store_tokens=store_tokens)
             header = root.create(place, wanted)
         header.require_match(specs, chosen, f"the store {place}")
-        if read_timeout is not None and not read_timeout > 0:
-            raise ValueError(f"read_timeout is {read_timeout!r}: give seconds, or None for ever")
-        if as_int("read_threads", read_threads) < 1:
-            raise ValueError(f"read_threads is {read_threads}: at least one thread must read")
         make = functools.partial(
-            cls, place, read_timeout=read_timeout, read_threads=read_threads, direct=direct
+            cls, place, read_deadline=read_deadline, read_threads=read_threads, direct=direct
         )
         if mode == "r":
             return make(header, None)
@@ -163,7 +150,8 @@ class PageStore:
             open_stores.require_no_writer(place)
             lane_lock = LaneLock.take(place)
             try:
-                lane_lock.prepare()
+                root.mend(place, header)
+                lane_lock.clean()
                 if bound is not None and bound != header.max_nbytes:
                     root.set_max_nbytes(place, bound)
                     header = replace(header, max_nbytes=bound)
@@ -235,15 +223,20 @@ class PageStore:
         """Bytes of scratch files on disk, as the cache reports them; counted in ``nbytes``."""
         return self._space.scratch_nbytes
 
-    @scratch_nbytes.setter
-    def scratch_nbytes(self, nbytes: int) -> None:
-        self._check_open()
-        self._space.scratch_nbytes = nbytes
+    def make_room(
+        self, nbytes: int, keep: Callable[[], Collection[StoreRow]] | None = None
+    ) -> None:
+        """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.
 
-    def reserve(self, nbytes: int) -> None:
-        """Raise ``StoreFullError`` if the store's bound has no room for ``nbytes`` more."""
-        self._check_open()
-        self._space.require(nbytes)
+        It does what it can; ``reserve_scratch`` and ``write`` say whether that is enough.
+
+        Args:
+            nbytes: How much room.
+            keep: As for ``write``.
+        """
+        writer = self._own_writer()
+        with self._writing(), files.translated(self.path, "make room in"):
+            writer.make_room(nbytes, keep)
 
     def reserve_scratch(self, nbytes: int) -> None:
         """Count ``nbytes`` more of scratch files; ``StoreFullError`` if the bound has no room."""
@@ -271,8 +264,8 @@ class PageStore:
         self._check_open()
         with files.translated(self.path, "look into the store"):
             changed, gone = self._contents.refresh(self.own_lane)
-        for place in gone:
-            self._files.forget(place)
+        for segment in gone:
+            self._files.forget(segment)
         return changed
 
     def __contains__(self, key: object) -> bool:
@@ -352,8 +345,8 @@ class PageStore:
             raise ValueError(f"{len(entries)} entries for {arrays.count} pages")
         for entry in entries:
             entry.check(spec)
-        with self._contents.lock:
-            packed = self.find_rows([entry.key for entry in entries], group)
+        keys, index = [entry.key for entry in entries], self._contents.indexes[group]
+        packed = index.get_many(keys)
         fresh = {entries[n].key: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
         if fresh:
             numbers = sorted(fresh.values())
@@ -375,7 +368,7 @@ class PageStore:
             )
             with self._writing(), files.translated(self.path, "write pages to"):
                 writer.write(group, source, keep)
-            packed = self.find_rows([entry.key for entry in entries], group)
+            packed = index.get_many(keys)
         return [unpack_row(row) for row in packed.tolist()]
 
     def read(
@@ -384,7 +377,7 @@ class PageStore:
         out: Sequence[Array] | Array,
         *,
         at: Numbers | None = None,
-        timeout: float | None = None,
+        deadline: float | None = None,
     ) -> None:
         """Read whole pages; every layer is verified.
 
@@ -393,7 +386,7 @@ class PageStore:
             out: For each an array of its spec's ``page_shape`` and dtype, maybe strided; or one
                 array whose first axis is the page, for pages of one spec.
             at: For one array, the places of its first axis; from its beginning by default.
-            timeout: Seconds after which to give up; the store's ``read_timeout`` by default.
+            deadline: Seconds from now after which to give up; the store's ``read_deadline`` by default.
 
         Raises:
             CorruptPageError: Some pages are damaged or gone. All others have been read; the store
@@ -405,7 +398,7 @@ class PageStore:
             ValueError: An ``out`` does not fit.
         """
         self._check_open()
-        self._rows.read(rows, None, out, at, timeout or self._read_timeout)
+        self._rows.read(rows, None, out, at, self._deadline(deadline))
 
     def read_layer(
         self,
@@ -414,7 +407,7 @@ class PageStore:
         out: Sequence[Array] | Array,
         *,
         at: Numbers | None = None,
-        timeout: float | None = None,
+        deadline: float | None = None,
     ) -> None:
         """Read one layer of each page, as ``read`` does.
 
@@ -424,10 +417,10 @@ class PageStore:
             out: For each row an array of its spec's ``layer_shape`` and dtype, maybe strided; or
                 one array of them.
             at: As for ``read``.
-            timeout: As for ``read``.
+            deadline: As for ``read``.
         """
         self._check_open()
-        self._rows.read(rows, layer, out, at, timeout or self._read_timeout)
+        self._rows.read(rows, layer, out, at, self._deadline(deadline))
 
     def touch(self, rows: Iterable[StoreRow]) -> None:
         """Count pages as used now, though they were not read."""
@@ -466,6 +459,7 @@ class PageStore:
                     for (lane, _), group in self._contents.groups.items():
                         if lane == self.lane_lock.lane:
                             group.trim()
+                self._space.close()
             finally:
                 self.lane_lock.release()
 
@@ -491,6 +485,19 @@ class PageStore:
         with self._contents.lock:
             self._space.check_invariants()
             self._contents.check_invariants()
+
+    def _prepare(self, lane: int) -> None:
+        """Make the own lane ready to be written."""
+        groups = [self._contents.groups[lane, number] for number in range(len(self.specs))]
+        nbytes = sum(group.missing_nbytes() for group in groups)
+        self._space.reserve(nbytes)
+        try:
+            for group in groups:
+                group.prepare()
+        finally:
+            self._space.release(nbytes)
+            self._space.measure()
+        self._writer = RowWriter(self._contents, self._space, self._files, lane)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -521,6 +528,9 @@ class PageStore:
             raise StoreError(f"the store {self.path} was opened read-only (mode='r')")
         return self._writer
 
+    def _deadline(self, deadline: float | None) -> float | None:
+        return self._read_deadline if deadline is None else deadline
+
     def _check_group(self, group: int) -> int:
         if not 0 <= group < len(self.specs):
             raise ValueError(f"group is {group}: the store has {len(self.specs)} specs")
@@ -529,6 +539,25 @@ class PageStore:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(self._closed)
+
+
+def _check_options(mode: str, read_deadline: float | None, read_threads: int) -> None:
+    if sys.platform == "win32":
+        raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
+    if mode not in ("a", "r"):
+        raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
+    if read_deadline is not None and not read_deadline > 0:
+        raise ValueError(f"read_deadline is {read_deadline!r}: give seconds, or None for ever")
+    if as_int("read_threads", read_threads) < 1:
+        raise ValueError(f"read_threads is {read_threads}: at least one thread must read")
+
+
+def _as_specs(spec: KVSpec | Sequence[KVSpec] | None) -> tuple[KVSpec, ...] | None:
+    specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+    for one in specs or ():
+        if not isinstance(one, KVSpec):
+            raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
+    return specs
 
 
 def _without_rest(spec: KVSpec, entry: PageEntry, page: Array) -> Array:

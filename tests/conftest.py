@@ -72,3 +72,12 @@ def public_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp())
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder in memory where there is one, for what does not depend on a real disk."""
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=shared if os.access(shared, os.W_OK) else None))
+    yield folder
+    shutil.rmtree(folder)

@@ -304,7 +304,7 @@ class TestAHungRead:
             out = empty(2)
             try:
                 with pytest.raises(StoreTimeoutError, match=str(path)):
-                    store.read(rows_of(store, 6, 7), list(out), timeout=0.3)
+                    store.read(rows_of(store, 6, 7), list(out), deadline=0.3)
                 assert hang.entered.is_set()
                 others = [n for n in range(14) if n not in {6, 7}]
                 rest = empty(len(others))
@@ -330,7 +330,7 @@ class TestAHungRead:
             system.has_page_cache = False
             try:
                 with pytest.raises(StoreTimeoutError):
-                    store.read(rows_of(store, 6), list(empty(1)), timeout=0.1)
+                    store.read(rows_of(store, 6), list(empty(1)), deadline=0.1)
                 store.close()
                 with PageStore.open(path, SPEC) as again:
                     read_all(again, set(range(14)))
@@ -349,7 +349,7 @@ class TestAHungRead:
             try:
                 for _ in range(40):
                     with pytest.raises(StoreTimeoutError):
-                        store.read(rows_of(store, 6), list(empty(1)), timeout=0.01)
+                        store.read(rows_of(store, 6), list(empty(1)), deadline=0.01)
                 assert 1 <= len(hung.harmed) < 40
             finally:
                 hang.released.set()

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,15 +42,6 @@ class Promise(NamedTuple):
 
 
 NOTHING = Promise(frozenset(), frozenset({None}))
-
-
-@pytest.fixture
-def memory_folder() -> Iterator[Path]:
-    """A folder in memory where there is one: nothing here depends on what a real disk does."""
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=shared if os.access(shared, os.W_OK) else None))
-    yield folder
-    shutil.rmtree(folder)
 
 
 class Run:

@@ -8,11 +8,11 @@ after each flush, ``error TEXT`` if it could not go on, and ``ended STATUS`` whe
 import os
 import random
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
 import numpy as np
-import zarr  # noqa: F401 - once, before the writers fork
 
 from pagedkv import KVSpec, PagedKVCache, PageStore
 from pagedkv import format as fmt
@@ -75,7 +75,18 @@ def write_for_ever(
                     sequence.append(kv[:, 0], kv[:, 1])
 
 
+def warm_up() -> None:
+    """Import and compile what the writers need, before they fork."""
+    for dtype, codec in (("float32", "raw"), ("bfloat16", "raw"), ("float16", "int8")):
+        spec = spec_of(dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            store = PageStore.open(folder, spec, codec=codec)
+            with PagedKVCache(spec, NUM_SLOTS, store) as cache:
+                cache.put([key_of(0)], pages_of(spec, 0, 1))
+
+
 def main() -> None:
+    warm_up()
     fmt.MAX_SEGMENT_ROWS = MAX_SEGMENT_ROWS
     for line in sys.stdin:
         path, codec, dtype, max_nbytes, first, seed = line.split()

@@ -20,13 +20,12 @@ from pagedkv.spec import PageKey
 
 logger = logging.getLogger("pagedkv")
 
-EVICTED = "evicted"
-"""Name of the array in the group of a lane; uint8, no compressors, the whole is one chunk."""
-EVICTED_DIMENSIONS = ("entry", "record")
+EVICTED_DIMENSIONS = ("entry", "field")
 NUM_ENTRIES = 1024
 RECORD_DTYPE = np.dtype([("key", "V32"), ("time_ns", "<u8"), ("reason", "<u4"), ("crc", "<u4")])
 """One record; ``crc`` is the CRC32C of the bytes before it. A place without one is zeros."""
 EVICTED_SHAPE = (NUM_ENTRIES, RECORD_DTYPE.itemsize)
+"""Of the array in each group of a lane: uint8, all in one chunk, no codec but ``bytes``."""
 EVICTED_NBYTES = NUM_ENTRIES * RECORD_DTYPE.itemsize
 
 
@@ -94,7 +93,7 @@ class EvictionRing:
     """The ring in one array folder. Thread-safe; only the owner of the lane adds to it.
 
     Args:
-        path: Folder of the array.
+        path: Folder of the array ``evicted`` in a group of the own lane.
     """
 
     def __init__(self, path: Path) -> None:

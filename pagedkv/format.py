@@ -22,7 +22,7 @@ from pagedkv.spec import KVSpec, PageKey
 FORMAT_VERSION = 1
 ATTRIBUTE = "pagedkv"
 METADATA = "zarr.json"
-KV, CATALOG = "kv", "catalog"
+KV, CATALOG, EVICTED = "kv", "catalog", "evicted"
 
 SEGMENT_NBYTES = 48 * 2**20
 """About how large a full segment is."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.checksum import BLOCK_NBYTES, START, crc32c, crc_block, crc_rest
+from pagedkv.checksum import BLOCK_NBYTES, START, crc32c, crc_block_copy, crc_rest
 from pagedkv.vectors import (
     LANES,
     copy,
+    copy_line,
     fence,
     item_nbytes,
     kernel,
@@ -24,6 +25,7 @@ from pagedkv.vectors import (
     load_int8_part,
     load_part,
     multiply,
+    prefetch,
     reciprocals,
     scales,
     splat,
@@ -70,7 +72,17 @@ def pack_raw(
             crc = START
             for kind in range(num_kinds):
                 place = pages[page] + layer * layer_stride + kind * kind_stride
-                crc = _copy_checked(crc, target, place, kind_nbytes, False)
+                ahead = _distance(
+                    pages,
+                    page,
+                    crcs.shape[1],
+                    layer,
+                    layer_stride,
+                    num_kinds,
+                    kind,
+                    kind_stride,
+                )
+                crc = _copy_checked(crc, target, place, kind_nbytes, False, ahead)
                 target += kind_nbytes
             crcs[page, layer] = ~crc
             store_half_word(target, crcs[page, layer])
@@ -117,7 +129,7 @@ def unpack_raw(
             if stored == crcs[page, layer]:
                 for kind in range(num_kinds):
                     place = pages[page] + layer * layer_stride + kind * kind_stride
-                    crc = _copy_checked(crc, place, source, kind_nbytes, streams)
+                    crc = _copy_checked(crc, place, source, kind_nbytes, streams, BLOCK_NBYTES)
                     source += kind_nbytes
             if stored != crcs[page, layer] or np.uint32(~crc) != stored:
                 good[page] = False
@@ -179,10 +191,22 @@ def pack_int8(
                     _largest_by_token(place, groups, num_channels, scratch, dtype)
                 if not _make_scales(scratch, groups, scale, top, step):
                     return page * crcs.shape[1] + layer
+                ahead = _distance(
+                    pages,
+                    page,
+                    crcs.shape[1],
+                    layer,
+                    layer_stride,
+                    num_kinds,
+                    kind,
+                    kind_stride,
+                )
                 if by_channel >> kind & 1:
-                    _quantise_by_channel(place, target, num_tokens, row_numbers, scratch, dtype)
+                    _quantise_by_channel(
+                        place, target, num_tokens, row_numbers, scratch, ahead, dtype
+                    )
                 else:
-                    _quantise_by_token(place, target, groups, num_channels, scratch, dtype)
+                    _quantise_by_token(place, target, groups, num_channels, scratch, ahead, dtype)
                 scale += 2 * groups
                 target += num_tokens * row_numbers
             crcs[page, layer] = crc32c(start, target - start)
@@ -252,28 +276,48 @@ def unpack_int8(
 
 
 @kernel
-def _copy_checked(crc: Any, target: Any, source: Any, nbytes: Any, streams: Any) -> Any:
-    """Copy bytes; return the checksum's state after them."""
+def _copy_checked(crc: Any, target: Any, source: Any, nbytes: Any, streams: Any, ahead: Any) -> Any:
+    """Copy bytes; return the checksum's state after them. Asks for what is ``ahead`` bytes on."""
     while nbytes >= BLOCK_NBYTES:
-        crc = crc_block(crc, source)
-        if streams:
-            for place in range(0, BLOCK_NBYTES, 64):
-                stream_line(target + place, source + place)
-        else:
-            copy(target, source, BLOCK_NBYTES)
+        distance = BLOCK_NBYTES if nbytes >= 2 * BLOCK_NBYTES else ahead
+        crc = crc_block_copy(crc, source, target, streams, distance)
         target += BLOCK_NBYTES
         source += BLOCK_NBYTES
         nbytes -= BLOCK_NBYTES
     crc = crc_rest(crc, source, nbytes)
-    if streams:
-        while nbytes >= 64:
+    while nbytes >= 64:
+        prefetch(source + ahead)
+        if streams:
             stream_line(target, source)
-            target += 64
-            source += 64
-            nbytes -= 64
+        else:
+            copy_line(target, source)
+        target += 64
+        source += 64
+        nbytes -= 64
     if nbytes:
         copy(target, source, nbytes)
     return crc
+
+
+@kernel
+def _distance(
+    pages: Any,
+    page: Any,
+    num_layers: Any,
+    layer: Any,
+    layer_stride: Any,
+    num_kinds: Any,
+    kind: Any,
+    kind_stride: Any,
+) -> Any:
+    """Bytes from one kind of one layer of one page to the one that is packed next."""
+    if kind + 1 < num_kinds:
+        return kind_stride
+    if layer + 1 < num_layers:
+        return layer_stride - kind * kind_stride
+    if page + 1 < len(pages):
+        return pages[page + 1] - pages[page] - layer * layer_stride - kind * kind_stride
+    return 0
 
 
 @kernel
@@ -364,7 +408,13 @@ def _read_scales(scratch: Any, groups: Any, source: Any) -> None:
 
 @kernel
 def _quantise_by_channel(
-    source: Any, target: Any, num_tokens: Any, row_numbers: Any, scratch: Any, dtype: Any
+    source: Any,
+    target: Any,
+    num_tokens: Any,
+    row_numbers: Any,
+    scratch: Any,
+    ahead: Any,
+    dtype: Any,
 ) -> None:
     factors = np.int64(scratch.ctypes.data)
     size = item_nbytes(dtype)
@@ -372,6 +422,7 @@ def _quantise_by_channel(
     for _ in range(num_tokens):
         for start in range(0, whole, LANES):
             factor = load(factors + 4 * start, _FLOAT32)
+            prefetch(source + start * size + ahead)
             store_int8(target + start, multiply(load(source + start * size, dtype), factor))
         if whole < row_numbers:
             count = row_numbers - whole
@@ -384,13 +435,20 @@ def _quantise_by_channel(
 
 @kernel
 def _quantise_by_token(
-    source: Any, target: Any, groups: Any, num_channels: Any, scratch: Any, dtype: Any
+    source: Any,
+    target: Any,
+    groups: Any,
+    num_channels: Any,
+    scratch: Any,
+    ahead: Any,
+    dtype: Any,
 ) -> None:
     size = item_nbytes(dtype)
     whole = num_channels - num_channels % LANES
     for group in range(groups):
         factor = splat(scratch[group])
         for start in range(0, whole, LANES):
+            prefetch(source + start * size + ahead)
             store_int8(target + start, multiply(load(source + start * size, dtype), factor))
         if whole < num_channels:
             count = num_channels - whole

@@ -7,6 +7,7 @@ A claim changes often, and replacing a file can take milliseconds. So it has a p
 near the document's start, where it is overwritten.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ def read(root: Path, lane: int) -> LaneDocument:
 def read_raw(root: Path, lane: int) -> bytes:
     """The bytes of a lane's document; none if there is no such file. Raises as ``read`` does."""
     try:
-        return files.read_bytes(root / lane_name(lane) / METADATA)
+        return files.read_bytes(_path(root, lane))
     except OSError as error:
         if files.is_vanished(error):
             return b""
@@ -92,13 +93,12 @@ def update(root: Path, lane: int, changes: Mapping[str, Any], *, sync: bool) -> 
         root: The store's folder.
         lane: Whose document.
         changes: New values by name.
-        sync: Whether the change must survive a power cut.
+        sync: Whether the bytes are on the disk before the name changes.
 
     Returns:
         The new document.
     """
     before = read(root, lane)
-    folder = root / lane_name(lane)
     attributes = {**before.attributes, **changes}
     if CLAIM in attributes:  # first, so that it is near the start
         attributes = {CLAIM: attributes[CLAIM], **attributes}
@@ -111,10 +111,8 @@ def update(root: Path, lane: int, changes: Mapping[str, Any], *, sync: bool) -> 
         node["attributes"] |= {name: value for name, value in others.items() if name != ATTRIBUTE}
     raw = _CLAIM_PLACE.sub(_padded, json.dumps(node).encode(), count=1)
     if not before.nbytes:
-        files.remove_empty_folder(folder / METADATA)
-    files.write_atomic(folder / METADATA, [raw], sync=sync, folder=root)
-    if sync:
-        files.sync_dir(folder)
+        files.remove_empty_folder(_path(root, lane))
+    files.write_atomic(_path(root, lane), [raw], sync=sync, folder=root)
     return LaneDocument(nbytes=len(raw), node=node, attributes=attributes)
 
 
@@ -132,10 +130,13 @@ def claim(root: Path, lane: int, nbytes: int) -> LaneDocument:
     document = parse(changed)
     if len(changed) != len(raw) or document.claimed_nbytes != nbytes:
         return update(root, lane, {CLAIM: nbytes}, sync=False)
-    files.overwrite(
-        root / lane_name(lane) / METADATA, changed[slice(*place.span(1))], place.start(1)
-    )
+    files.overwrite(_path(root, lane), changed[slice(*place.span(1))], place.start(1))
     return document
+
+
+@functools.lru_cache(maxsize=1024)
+def _path(root: Path, lane: int) -> Path:
+    return root / lane_name(lane) / METADATA
 
 
 def _padded(place: "re.Match[bytes]") -> bytes:

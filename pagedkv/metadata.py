@@ -9,11 +9,12 @@ from typing import Any
 
 from pagedkv import files
 from pagedkv.codec import Codec
-from pagedkv.evictions import EVICTED, EVICTED_DIMENSIONS, EVICTED_SHAPE
+from pagedkv.evictions import EVICTED_DIMENSIONS, EVICTED_SHAPE
 from pagedkv.format import (
     ATTRIBUTE,
     CATALOG,
     CATALOG_DIMENSIONS,
+    EVICTED,
     KV,
     KV_DIMENSIONS,
     METADATA,

@@ -10,7 +10,6 @@ found out anew when a store is opened for writing, and by whoever is short of ro
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -31,11 +30,12 @@ MOST_AHEAD_NBYTES = 16 * 2**20
 """How much more than it needs a writer claims at most; also what it claims without a bound."""
 AHEAD_SHARE = 256
 """With a bound, it claims no more ahead than the bound divided by this."""
-MARGIN_NBYTES = 64
-"""Room in each claim for the growth of the lane's own document, whose numbers change."""
+MARGIN_NBYTES = 4096
+"""Room in each claim for the documents of the lane, whose numbers change: one at a time is written
+anew without a reservation."""
 DOCUMENT_MARGIN_NBYTES = 1024
 """How much larger than all there are the next document may be: holder and claim in a new one."""
-TRUSTED_SECONDS = 5.0
+TRUSTED_SECONDS = 30.0
 """How long the true claim of a lane without an owner is not looked at again: whoever takes space
 back there may be killed between removing files and lowering the claim."""
 
@@ -55,7 +55,7 @@ class Space:
     def __init__(self, root: Path, header: StoreHeader, lane: int | None) -> None:
         self._root = root
         self._lane = lane
-        self._max_nbytes = header.max_nbytes
+        self._header = header
         self._root_document = b""
         self._stamp: tuple[int, int, int] | None = None
         self._lock = threading.Lock()  # guards the numbers
@@ -81,9 +81,9 @@ class Space:
             StoreError: The system could not read or write.
         """
         space = cls(root, header, lane)
-        changes = {**about, HEADER: header.to_dict()}
         with space._root_locked("write to the store"):
             space._read_bound()
+            changes = {**about, HEADER: space._header.to_dict()}
             space._correct_claims()
             space._count_own()
             is_new = not space.own_nbytes
@@ -91,7 +91,7 @@ class Space:
             space._document_nbytes = max(space._document_nbytes, likely_nbytes)
             others = space._count_others()
             target = space._needed_nbytes()
-            bound = space._max_nbytes
+            bound = space.max_nbytes
             if is_new and bound is not None and others + target > bound:
                 raise space._full(target, others)
             document = lane_document.update(root, lane, {**changes, CLAIM: target}, sync=True)
@@ -110,7 +110,7 @@ class Space:
     @property
     def max_nbytes(self) -> int | None:
         """The bound, as of the last look at the store's attributes; None for none."""
-        return self._max_nbytes
+        return self._header.max_nbytes
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +140,8 @@ class Space:
         """
         if nbytes <= 0:
             return
-        is_current = files.stamp(self._root / METADATA) == self._stamp
+        with files.translated(self._root, "reserve space in the store"):
+            is_current = files.stamp(self._root / METADATA) == self._stamp
         if is_current and self._take_claimed(nbytes):
             return
         with self._root_locked("reserve space in the store"):
@@ -201,15 +202,21 @@ class Space:
         """How many bytes could be reserved now; None without a bound, 0 if it is exceeded."""
         with self._root_locked("look at the space of the store"):
             self._read_bound()
-            if self._max_nbytes is None:
+            if self.max_nbytes is None:
                 return None
-            return max(self._max_nbytes - self._count_others() - self._needed_nbytes(), 0)
+            self._correct_claims()
+            return max(self.max_nbytes - self._count_others() - self._needed_nbytes(), 0)
 
-    def measure(self) -> None:
-        """Count the files of the own lane anew. Only while nothing is reserved in it."""
+    def measure(self, reserved: int = 0) -> None:
+        """End a reservation by counting the files of the own lane; only if there is no other.
+
+        Args:
+            reserved: The bytes of that reservation.
+        """
         with self._root_locked("measure the store"):
-            assert self._reserved_nbytes == 0
+            assert self._reserved_nbytes == reserved
             self._count_own()
+            self._reserved_nbytes = 0
             if self._needed_nbytes() > self._claimed_nbytes:
                 self._write_claim(self._needed_nbytes())
 
@@ -248,7 +255,7 @@ class Space:
         return self.own_nbytes + self._reserved_nbytes + MARGIN_NBYTES
 
     def _ahead_nbytes(self) -> int:
-        bound = self._max_nbytes
+        bound = self.max_nbytes
         return MOST_AHEAD_NBYTES if bound is None else min(bound // AHEAD_SHARE, MOST_AHEAD_NBYTES)
 
     def _take_claimed(self, nbytes: int) -> bool:
@@ -261,7 +268,7 @@ class Space:
 
     def _claim(self, nbytes: int) -> None:
         """Claim what is needed, ``nbytes`` of it for a new reservation, and something ahead."""
-        bound, others = self._max_nbytes, 0
+        bound, others = self.max_nbytes, 0
         if bound is not None:
             others = self._count_others()
             if others + self._needed_nbytes() > bound and self._correct_claims():
@@ -306,8 +313,7 @@ class Space:
         try:
             document = files.read_bytes(path)
             if document != self._root_document:
-                header = StoreHeader.from_document(document, str(self._root))
-                self._max_nbytes = header.max_nbytes
+                self._header = StoreHeader.from_document(document, str(self._root))
                 self._root_document = document
         except StoreError as error:
             logger.warning("%s: its last bound counts", error)
@@ -387,14 +393,14 @@ class Space:
             self._measured[lane] = (self._documents[lane][0], time.monotonic())
             files.unlock(fd)
         finally:
-            os.close(fd)
+            files.close_file(fd)
         return claim != true_claim
 
     def _full(self, nbytes: int, others_nbytes: int) -> StoreFullError:
-        assert self._max_nbytes is not None
+        assert self.max_nbytes is not None
         used = others_nbytes + self._needed_nbytes() - nbytes
         return StoreFullError(
             f"the store {self._root} has {format_nbytes(used)} ({used}) of its max_nbytes"
-            f" {format_nbytes(self._max_nbytes)} ({self._max_nbytes}) in use: no room for"
+            f" {format_nbytes(self.max_nbytes)} ({self.max_nbytes}) in use: no room for"
             f" {format_nbytes(nbytes)} ({nbytes}) more"
         )

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,14 @@ from pagedkv.errors import (
     CorruptPageError,
     PageNotFoundError,
     StoreError,
+    StoreFullError,
 )
 from pagedkv.format import (
     CATALOG,
     PackedRows,
     PageEntry,
     StoreRow,
+    lane_name,
     unpack_row,
 )
 from pagedkv.header import StoreHeader
@@ -37,7 +39,7 @@ from pagedkv.lane import LaneGroup, Segment
 from pagedkv.lane_lock import LaneLock
 from pagedkv.memory import Numbers, PageArrays
 from pagedkv.page_reader import PageReader
-from pagedkv.reclaim import CollectReport
+from pagedkv.reclaim import CollectReport, Keep
 from pagedkv.row_reader import RowReader
 from pagedkv.row_writer import RowWriter
 from pagedkv.segment_sources import NewPages
@@ -47,6 +49,8 @@ from pagedkv.spec import KVSpec, PageKey, parse_nbytes
 logger = logging.getLogger("pagedkv")
 
 Array = npt.NDArray[Any]
+
+_MAX_ROUNDS = 3
 
 
 class PageStore:
@@ -148,7 +152,8 @@ class PageStore:
             return make(header, None)
         with open_stores.opening, files.translated(place, "write to the store"):
             open_stores.require_no_writer(place)
-            lane_lock = LaneLock.take(place)
+            with files.locked(place):  # nobody measures lanes without an owner meanwhile
+                lane_lock = LaneLock.take(place)
             try:
                 root.mend(place, header)
                 lane_lock.clean()
@@ -223,9 +228,7 @@ class PageStore:
         """Bytes of scratch files on disk, as the cache reports them; counted in ``nbytes``."""
         return self._space.scratch_nbytes
 
-    def make_room(
-        self, nbytes: int, keep: Callable[[], Collection[StoreRow]] | None = None
-    ) -> None:
+    def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
         """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.
 
         It does what it can; ``reserve_scratch`` and ``write`` say whether that is enough.
@@ -310,7 +313,7 @@ class PageStore:
         pages: Sequence[Array] | Array,
         *,
         at: Numbers | None = None,
-        keep: Callable[[], Collection[StoreRow]] | None = None,
+        keep: Keep | None = None,
     ) -> list[StoreRow]:
         """Store pages of one spec; they are durable when this returns.
 
@@ -327,7 +330,7 @@ class PageStore:
             pages: Arrays of ``spec.page_shape`` and the spec's dtype, maybe strided; or one array
                 whose first axis is the page.
             at: For one array, the places of its first axis; all of them by default.
-            keep: Called if room must be made: rows that must not be given up.
+            keep: Called if room must be made: group and key of pages that must not be given up.
 
         Returns:
             Where each page is.
@@ -347,29 +350,19 @@ class PageStore:
             entry.check(spec)
         keys, index = [entry.key for entry in entries], self._contents.indexes[group]
         packed = index.get_many(keys)
-        fresh = {entries[n].key: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
-        if fresh:
-            numbers = sorted(fresh.values())
-            chosen = [entries[number] for number in numbers]
-            if any(entry.num_tokens < spec.page_tokens for entry in chosen):
-                tails = [
-                    _without_rest(spec, entry, arrays.page(number))
-                    for entry, number in zip(chosen, numbers, strict=True)
-                ]
-                arrays = PageArrays(tails, None, spec.page_shape, spec.np_dtype, "a page")
-            elif len(numbers) < len(entries):
-                arrays = arrays.part(np.array(numbers))
+        if (packed < 0).any():
             arrays.fill()
-            source = NewPages(
-                self._contents.formats[group],
-                chosen,
-                arrays,
-                store_tokens=self._header.store_tokens,
-            )
+        for _ in range(_MAX_ROUNDS):
+            if not (packed < 0).any():
+                return [unpack_row(row) for row in packed.tolist()]
+            fresh = {keys[n]: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
+            source = self._source(group, entries, arrays, sorted(fresh.values()))
             with self._writing(), files.translated(self.path, "write pages to"):
-                writer.write(group, source, keep)
-            packed = index.get_many(keys)
-        return [unpack_row(row) for row in packed.tolist()]
+                writer.write(group, source, _with(keep, group, keys))
+            packed = index.get_many(keys)  # a page may have been given up meanwhile, to make room
+        raise StoreFullError(
+            f"the store {self.path} gives up pages as fast as they are written: raise max_nbytes"
+        )
 
     def read(
         self,
@@ -386,7 +379,8 @@ class PageStore:
             out: For each an array of its spec's ``page_shape`` and dtype, maybe strided; or one
                 array whose first axis is the page, for pages of one spec.
             at: For one array, the places of its first axis; from its beginning by default.
-            deadline: Seconds from now after which to give up; the store's ``read_deadline`` by default.
+            deadline: Seconds from now after which to give up; the store's ``read_deadline`` by
+                default.
 
         Raises:
             CorruptPageError: Some pages are damaged or gone. All others have been read; the store
@@ -454,14 +448,14 @@ class PageStore:
         open_stores.discard(self)
         self._files.close()
         if self.lane_lock is not None:
-            try:
-                with files.translated(self.path, "close the store"):
+            with files.translated(self.path, "close the store"):
+                try:
                     for (lane, _), group in self._contents.groups.items():
                         if lane == self.lane_lock.lane:
                             group.trim()
-                self._space.close()
-            finally:
-                self.lane_lock.release()
+                    self._space.close()
+                finally:
+                    self.lane_lock.release()
 
     def abandon(self) -> None:
         """In a forked child: leave everything to the parent."""
@@ -494,10 +488,29 @@ class PageStore:
         try:
             for group in groups:
                 group.prepare()
+            # Their own names last, so that what is committed later hangs on to the root.
+            files.sync_dir(self.path / lane_name(lane))
+            files.sync_dir(self.path)
         finally:
-            self._space.release(nbytes)
-            self._space.measure()
+            self._space.measure(nbytes)
         self._writer = RowWriter(self._contents, self._space, self._files, lane)
+
+    def _source(
+        self, group: int, entries: Sequence[PageEntry], arrays: PageArrays, numbers: list[int]
+    ) -> NewPages:
+        """Those of the pages, with zeros behind the tokens of tails."""
+        form = self._contents.formats[group]
+        spec, chosen = form.spec, [entries[number] for number in numbers]
+        if any(entry.num_tokens < spec.page_tokens for entry in chosen):
+            tails = [
+                _without_rest(spec, entry, arrays.page(number))
+                for entry, number in zip(chosen, numbers, strict=True)
+            ]
+            arrays = PageArrays(tails, None, spec.page_shape, spec.np_dtype, "a page")
+            arrays.fill()
+        elif len(numbers) < len(entries):
+            arrays = arrays.part(np.array(numbers))
+        return NewPages(form, chosen, arrays, store_tokens=self._header.store_tokens)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -558,6 +571,12 @@ def _as_specs(spec: KVSpec | Sequence[KVSpec] | None) -> tuple[KVSpec, ...] | No
         if not isinstance(one, KVSpec):
             raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
     return specs
+
+
+def _with(keep: Keep | None, group: int, keys: Iterable[PageKey]) -> Keep:
+    """``keep``, and these pages."""
+    own = {(group, key) for key in keys}
+    return (lambda: own) if keep is None else (lambda: own | set(keep()))
 
 
 def _without_rest(spec: KVSpec, entry: PageEntry, page: Array) -> Array:

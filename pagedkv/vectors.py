@@ -181,16 +181,24 @@ def copy(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
 
 
 @intrinsic
+def copy_line(_: Any, target: Any, source: Any) -> Any:
+    """Copy 64 bytes."""
+
+    def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
+        _copy_line(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def stream_line(_: Any, target: Any, source: Any) -> Any:
     """Copy 64 bytes past the caches; ``target`` is a multiple of 32. Ends with ``fence``."""
 
     def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
-        half = ir.VectorType(_I64, 4)
-        pointers = [_pointer(builder, address, half) for address in args]
-        places = [[builder.gep(p, [ir.Constant(_I64, i)]) for i in range(2)] for p in pointers]
-        values = [builder.load(place, align=1) for place in places[1]]
-        for value, place in zip(values, places[0], strict=True):
-            _mark_streaming(builder, builder.store(value, place, align=32))
+        for store in _copy_line(builder, *args):
+            store.align = 32
+            _mark_streaming(builder, store)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -470,6 +478,15 @@ def _store_items(builder: Any, address: Any, numbers: Any, count: Any, size: int
     buffer = cgutils.alloca_once(builder, numbers.type)
     builder.store(numbers, buffer)
     _copy_items(builder, _pointer(builder, address, _I8), buffer, count, size)
+
+
+def _copy_line(builder: Any, target: Any, source: Any) -> list[Any]:
+    """Copy 64 bytes; return the two stores."""
+    half = ir.VectorType(_I64, 4)
+    pointers = [_pointer(builder, address, half) for address in (target, source)]
+    places = [[builder.gep(p, [ir.Constant(_I64, i)]) for i in range(2)] for p in pointers]
+    values = [builder.load(place, align=1) for place in places[1]]
+    return [builder.store(v, place, align=1) for v, place in zip(values, places[0], strict=True)]
 
 
 def _mark_streaming(builder: Any, store: Any) -> None:

@@ -77,6 +77,11 @@ def test_opening_writes_the_claim_the_header_and_what_the_writer_says(path: Path
         space.check_invariants()
 
 
+def test_the_copy_of_the_header_is_that_of_the_root(path: Path) -> None:
+    with owned(path, header=replace(HEADER, store_tokens=False)):
+        assert lane_document.read(path, 0).attributes["header"] == HEADER.to_dict()
+
+
 def test_everything_counts_against_the_bound(path: Path) -> None:
     with owned(path) as space:
         write(path, space, "file", 400_000)
@@ -211,8 +216,8 @@ def test_what_was_claimed_ahead_is_given_back_on_closing(path: Path) -> None:
 def test_a_bound_set_by_another_is_noticed_by_running_writers(path: Path) -> None:
     with owned(path) as space:
         space.reserve(AHEAD // 2)  # more is claimed ahead
-        root.set_max_nbytes(path, 4_500)
-        with pytest.raises(StoreFullError, match=r"\(4500\)"):
+        root.set_max_nbytes(path, 8_000)
+        with pytest.raises(StoreFullError, match=r"\(8000\)"):
             space.reserve(1)
         with pytest.raises(StoreFullError):
             space.reserve(1)
@@ -254,6 +259,7 @@ def test_the_claim_of_a_killed_writer_is_corrected_by_whoever_is_short(path: Pat
         space.reserve(400_000)
     assert claim_of(path) > 800_000
     with owned(path, 1) as other:
+        assert (other.room() or 0) > 850_000
         assert other.nbytes == disk_nbytes(path)
         other.reserve(850_000)
     assert claim_of(path) == disk_nbytes(path / "lane-0000") + MARGIN_NBYTES
@@ -324,11 +330,16 @@ def test_space_taken_back_in_a_lane_without_an_owner_is_room(path: Path) -> None
 
 def test_measuring_finds_what_nobody_counted(path: Path) -> None:
     with owned(path) as space:
+        space.reserve(600_000)
         (path / "lane-0000" / "file").write_bytes(bytes(500_000))
-        space.measure()
+        space.measure(600_000)
         assert space.nbytes == disk_nbytes(path)
         assert claim_of(path) > 500_000
         space.check_invariants()
+        (path / "lane-0000" / "more").write_bytes(bytes(10_000))
+        space.measure()
+        assert space.nbytes == disk_nbytes(path)
+        space.reserve(450_000)
 
 
 def test_a_reader_counts_what_is_there(path: Path) -> None:

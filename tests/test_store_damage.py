@@ -2,9 +2,7 @@
 
 import errno
 import os
-import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,7 @@ from store_samples import (
 )
 
 from pagedkv import format as fmt
-from pagedkv.errors import CorruptPageError, PagedKVError, StoreError
+from pagedkv.errors import CorruptPageError, StoreError
 from pagedkv.format import StoreRow
 from pagedkv.store import PageStore
 
@@ -298,60 +296,6 @@ class TestCatalogue:
                 os.truncate(file, 3)
         PageStore.open(path).close()
         assert {file: file.read_bytes() for file in derived} == before
-
-
-def remove(file: Path, rng: random.Random) -> None:
-    file.unlink()
-
-
-def truncate(file: Path, rng: random.Random) -> None:
-    os.truncate(file, rng.randrange(file.stat().st_size or 1))
-
-
-def flip_a_bit(file: Path, rng: random.Random) -> None:
-    if size := file.stat().st_size:
-        flip(file, rng.randrange(size), rng.randrange(8))
-
-
-def zero_a_run(file: Path, rng: random.Random) -> None:
-    data = bytearray(file.read_bytes())
-    start = rng.randrange(len(data) or 1)
-    stop = min(len(data), start + rng.randrange(1, 600))
-    data[start:stop] = bytes(stop - start)
-    file.write_bytes(data)
-
-
-def swap_with_another(file: Path, rng: random.Random) -> None:
-    others = sorted(p for p in file.parent.iterdir() if p.is_file())
-    swap(file, rng.choice(others))
-
-
-@pytest.mark.parametrize("damage", [remove, truncate, flip_a_bit, zero_a_run, swap_with_another])
-def test_random_damage_to_any_file_never_gives_a_wrong_page(
-    path: Path, tmp_path: Path, damage: Callable[[Path, random.Random], None]
-) -> None:
-    rng = random.Random(4)
-    names = sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file())
-    segments_of = {name: n for n in range(3) for name in (SEGMENTS[n], CHUNKS[n])}
-    num_lost = 0
-    for _ in range(60):
-        copy = tmp_path / "copy.zarr"
-        shutil.copytree(path, copy)
-        name = rng.choice(names)
-        damage(copy / name, rng)
-        for spec in (SPEC, None):
-            try:
-                with PageStore.open(copy, spec, mode="r") as store:
-                    good = served(store)
-            except PagedKVError:
-                assert name == Path("zarr.json")
-                continue
-            num_lost += 12 - len(good)
-            if name.name != "zarr.json" and damage is not swap_with_another:
-                damaged = segments_of.get(name)
-                assert set(good) >= {n for n in range(12) if n // 4 != damaged}
-        shutil.rmtree(copy)
-    assert num_lost
 
 
 def test_a_store_that_says_another_codec_gives_no_wrong_page(path: Path, tmp_path: Path) -> None:

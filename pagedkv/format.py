@@ -49,6 +49,16 @@ class StoreRow(NamedTuple):
     row: int
 
 
+def pack_row(row: StoreRow) -> int:
+    """The row as one integer."""
+    return (row.lane << 16 | row.group) << 40 | row.row
+
+
+def unpack_row(packed: int) -> StoreRow:
+    """The row that ``pack_row`` packed."""
+    return StoreRow(packed >> 56, packed >> 40 & 0xFFFF, packed & (1 << 40) - 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PageEntry:
     """What the catalogue says of a page.

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -31,6 +31,8 @@ from pagedkv.format import (
     StoreRow,
     group_name,
     lane_name,
+    pack_row,
+    unpack_row,
 )
 from pagedkv.header import StoreHeader
 from pagedkv.lane import LaneGroup, Segment
@@ -207,6 +209,22 @@ class PageStore:
         self._check_open()
         return self._indexes[group].get(key)
 
+    def find_rows(self, keys: Sequence[PageKey], group: int = 0) -> npt.NDArray[np.int64]:
+        """Packed rows of many keys, -1 where there is none."""
+        self._check_open()
+        rows = map(self._indexes[group].get, keys)
+        return np.array([-1 if row is None else pack_row(row) for row in rows], dtype=np.int64)
+
+    def refresh(self) -> bool:
+        """Whether other processes have changed anything; a stand-in that looks at nothing."""
+        self._check_open()
+        return False
+
+    @property
+    def own_lane(self) -> int | None:
+        """The lane that this store writes."""
+        return None if self._lane_lock is None else self._lane_lock.lane
+
     def __contains__(self, key: object) -> bool:
         self._check_open()
         return any(key in index for index in self._indexes)
@@ -245,7 +263,13 @@ class PageStore:
             yield row, self.entry(row)
 
     def write(
-        self, group: int, entries: Sequence[PageEntry], pages: Sequence[Array]
+        self,
+        group: int,
+        entries: Sequence[PageEntry],
+        pages: Sequence[Array] | Array,
+        *,
+        at: npt.NDArray[np.int64] | None = None,
+        keep: Callable[[], Collection[StoreRow]] | None = None,
     ) -> list[StoreRow]:
         """Store pages of one spec; they are durable when this returns.
 
@@ -268,6 +292,8 @@ class PageStore:
             StoreError: The store is read-only, or the disk failed. Nothing has changed.
         """
         self._check_open()
+        del keep
+        pages = [pages[i] for i in at.tolist()] if at is not None else list(pages)
         lane = self._own_lane().lane
         if not 0 <= group < len(self.specs):
             raise ValueError(f"group is {group}: the store has {len(self.specs)} specs")
@@ -303,7 +329,14 @@ class PageStore:
                 self._no_writers.notify_all()
         return [rows[entry.key] for entry in entries]
 
-    def read(self, rows: Sequence[StoreRow], out: Sequence[Array]) -> None:
+    def read(
+        self,
+        rows: Sequence[StoreRow] | npt.NDArray[np.int64],
+        out: Sequence[Array] | Array,
+        *,
+        at: npt.NDArray[np.int64] | None = None,
+        deadline: float | None = None,
+    ) -> None:
         """Read whole pages; every layer is verified.
 
         Args:
@@ -317,9 +350,18 @@ class PageStore:
             StoreError: The disk failed.
             ValueError: An ``out`` does not fit.
         """
-        self._read(rows, None, out)
+        del deadline
+        self._read(*_unpacked(rows, None, out, at))
 
-    def read_layer(self, rows: Sequence[StoreRow], layer: int, out: Sequence[Array]) -> None:
+    def read_layer(
+        self,
+        rows: Sequence[StoreRow] | npt.NDArray[np.int64],
+        layer: int,
+        out: Sequence[Array] | Array,
+        *,
+        at: npt.NDArray[np.int64] | None = None,
+        deadline: float | None = None,
+    ) -> None:
         """Read one layer of each page, as ``read`` does.
 
         Args:
@@ -327,7 +369,8 @@ class PageStore:
             layer: Counts within the layers that the spec holds, from 0.
             out: For each row an array of its spec's ``layer_shape`` and dtype, maybe strided.
         """
-        self._read(rows, layer, out)
+        del deadline
+        self._read(*_unpacked(rows, layer, out, at))
 
     def close(self) -> None:
         """Wait for writes in progress and give the lane back; every later call raises."""
@@ -525,6 +568,17 @@ if hasattr(os, "register_at_fork"):
         after_in_parent=_opening.release,
         after_in_child=_after_fork_in_child,
     )
+
+
+def _unpacked(
+    rows: Sequence[StoreRow] | npt.NDArray[np.int64],
+    layer: int | None,
+    out: Sequence[Array] | Array,
+    at: npt.NDArray[np.int64] | None,
+) -> tuple[Sequence[StoreRow], int | None, Sequence[Array]]:
+    if isinstance(rows, np.ndarray):
+        rows = [unpack_row(row) for row in rows.tolist()]
+    return rows, layer, [out[i] for i in at.tolist()] if at is not None else list(out)
 
 
 def _check_array(array: Array, shape: tuple[int, ...], spec: KVSpec, what: str) -> None:

@@ -60,7 +60,7 @@ def raise_translated(error: OSError, place: Path | str, action: str) -> NoReturn
     """Raise the ``StoreError`` that stands for ``error``, as ``translated`` does."""
     reason = error.strerror or str(error)
     culprit = error.filename
-    if culprit is not None and str(culprit) != str(place):
+    if isinstance(culprit, str | os.PathLike) and str(culprit) != str(place):
         reason = f"{reason} ({culprit})"
     raise StoreError(f"cannot {action} {place}: {reason}") from error
 

@@ -132,7 +132,7 @@ class LaneGroup:
         for number in sorted(chunks.keys() - self.segments.keys() - self._torn):
             try:
                 if number not in data:
-                    raise FileNotFoundError("its segment is gone")
+                    raise ValueError("its segment is gone")
                 loaded.append(self._load_segment(number))
             except (OSError, ValueError) as error:
                 if isinstance(error, ValueError) or files.is_vanished(error):

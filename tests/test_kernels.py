@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -283,6 +284,18 @@ def test_int8_names_the_first_number_that_is_not_finite(
     message = rf"has {bad} at \(1, 2, 1, 1, 0, 20\)"
     with pytest.raises(ValueError, match=message):
         pack(codec, spec, pool.memory([0, 2, 3]))
+
+
+def test_threads_pack_and_unpack_at_once() -> None:
+    spec = spec_of((2, 16, 2, 64), "float16")
+    pool = Pool(spec, 8).fill(seed=6)
+    for codec in CODECS[:2]:
+        wanted = expected_records(codec, spec, pool, list(range(8)))
+        with ThreadPoolExecutor(4) as threads:
+            results = threads.map(
+                lambda _, codec=codec: pack(codec, spec, pool.memory(list(range(8)))), range(16)
+            )
+        assert {stored.tobytes() for stored, _ in results} == {wanted}
 
 
 def test_read_only_checksums_are_taken(way: str) -> None:

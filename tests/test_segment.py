@@ -116,9 +116,7 @@ def test_a_file_of_pages_of_variable_size_is_shorter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", [Raw(), Lossless()], ids=str)
-def test_a_page_is_one_run_of_payloads_each_with_its_checksum(
-    tmp_path: Path, codec: Codec
-) -> None:
+def test_a_page_is_one_run_of_payloads_each_with_its_checksum(tmp_path: Path, codec: Codec) -> None:
     sample = Sample(tmp_path, codec)
     data = sample.path.read_bytes()
     starts, ends = sample.format.extents(sample.map)
@@ -401,9 +399,7 @@ def test_pieces_of_an_extent_follow_one_another_though_a_page_is_wanted_twice(
     for extent in planned.check(np.array([1, 1, 2, 2])):
         first, last = extent[0], extent[-1]
         assert all(first.offset <= piece.offset for piece in extent)
-        assert all(
-            piece.offset + piece.nbytes <= last.offset + last.nbytes for piece in extent
-        )
+        assert all(piece.offset + piece.nbytes <= last.offset + last.nbytes for piece in extent)
 
 
 def test_a_transfer_buffer_grows_and_is_used_again() -> None:

@@ -318,9 +318,7 @@ class TestOneArray:
 
     @pytest.mark.xfail(strict=True, reason="staged pages are cut to tails before they are there")
     @pytest.mark.parametrize("form", ["one array", "sequence", "unlike strides"])
-    def test_tails_among_arrays_of_any_strides_are_written(
-        self, path: Path, form: str
-    ) -> None:
+    def test_tails_among_arrays_of_any_strides_are_written(self, path: Path, form: str) -> None:
         tail = replace(ENTRIES[2], num_tokens=2, tokens=None)
         pages: Any = strided(PAGES[:3])
         if form == "sequence":

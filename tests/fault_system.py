@@ -479,7 +479,8 @@ class Disk:
 
     It obeys POSIX at its meanest: bytes and size of a file last when the file was synced after
     they were written; a name, its change or its end when its folder was synced. What was not
-    synced may have happened or not, in any order; a write also by half, or as zeros.
+    synced may have happened or not, in any order; a write also by half, or as a file that is longer
+    by zeros.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -547,11 +548,11 @@ class Disk:
             contents[op.target] = old[: op.offset].ljust(op.offset, b"\0")
         else:
             data = op.data
+            old = contents.get(op.target, b"").ljust(op.offset, b"\0")
             if fate == "half":
                 data = data[: len(data) // 2]
-            elif fate == "zeros":
-                data = bytes(len(data))
-            old = contents.get(op.target, b"").ljust(op.offset, b"\0")
+            elif fate == "zeros":  # blocks that the file had keep what they held
+                data = old[op.offset : op.offset + len(data)].ljust(len(data), b"\0")
             contents[op.target] = old[: op.offset] + data + old[op.offset + len(data) :]
 
 

@@ -11,7 +11,8 @@ from churn_workers import NUM_PROMPTS, SPEC, page_of, pages_of, tokens_of
 from store_samples import python
 
 from pagedkv import PagedKVCache, PageStore, page_keys
-from pagedkv.evictions import EVICTED, NUM_ENTRIES, EvictionRing
+from pagedkv.evictions import NUM_ENTRIES, EvictionRing
+from pagedkv.format import EVICTED
 
 MAX_NBYTES = 3_000_000
 
@@ -63,7 +64,8 @@ def test_nothing_flushed_is_lost_but_by_eviction_and_the_bound_holds(
     path = memory_folder / "cache.zarr"
     PageStore.open(path, SPEC, max_nbytes=max_nbytes or None).close()
     reports, samples = churn(path, max_nbytes, 60 if soak else 4)
-    assert [r["error"] for r in reports if r["kind"] == "failed"] == []
+    if failed := [report["error"] for report in reports if report["kind"] == "failed"]:
+        pytest.fail("\n\n".join(failed))
     writers = [report for report in reports if report["kind"] == "writer"]
     flushed = {bytes.fromhex(key) for report in writers for key in report["flushed"]}
     assert flushed

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,7 +97,7 @@ def bounded(run: Run) -> None:
     """A full store gives old pages up for new ones, moves hot ones, and keeps what is held."""
 
     def step(store: PageStore, first: int) -> None:
-        hot, held = store.find(KEYS[0]), store.find(KEYS[3])
+        hot = store.find(KEYS[0])
         if hot is not None:
             store.read([hot], empty_like(PAGES[:1]))
         numbers = [first, first + 1]
@@ -104,23 +105,23 @@ def bounded(run: Run) -> None:
             0,
             [ENTRIES[n] for n in numbers],
             [PAGES[n] for n in numbers],
-            keep=lambda: [] if held is None else [held],
+            keep=lambda: [(0, KEYS[3])],
         )
         assert all(store.find(KEYS[n]) for n in (*numbers, 0, 3) if n < first + 2)
         run.note(store)
 
     with PageStore.open(run.path, SPEC, max_nbytes=MAX_NBYTES) as store:
         run.note(store)
-        for first in range(0, 20, 2):
+        for first in range(0, 12, 2):
             step(store, first)
     with PageStore.open(run.path, SPEC) as store:
         run.note(store)
-        for first in range(20, 28, 2):
+        for first in range(12, 16, 2):
             step(store, first)
-        assert store.num_pages < 28
+        assert store.num_pages < 16
 
 
-MAX_NBYTES = 150_000
+MAX_NBYTES = 130_000
 
 
 def record(folder: Path, scenario: Callable[[Run], None]) -> Recorder:
@@ -193,6 +194,9 @@ class States:
                 return problem and f"mode {mode}: {problem}"
             store.write(0, [ENTRIES[EXTRA]], [PAGES[EXTRA]])
             is_bounded = store.max_nbytes is not None
+            nbytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+            if is_bounded and nbytes > store.max_nbytes:
+                return f"{nbytes} bytes are more than {store.max_nbytes}"
         with PageStore.open(path, SPEC, mode="r") as store:
             problem = self._wrong_page(store, frozenset() if is_bounded else pages | {EXTRA})
         return problem and f"reopened: {problem}"
@@ -330,7 +334,9 @@ def check_all(recorder: Recorder, states: States, *, seed: int, many: bool) -> N
         disk.advance(op)
         if op.kind == "mark":
             continue
-        for number, fate in enumerate(fates(disk.pending, rng, many=many)):
+        some = many or place % 3 == 0
+        chosen = fates(disk.pending, rng, many=many) if some else SIMPLE_FATES
+        for number, fate in enumerate(chosen):
             problem = states.problem(disk.tree(fate), required[place + 1])
             assert not problem, f"{problem}: cut after change {place} at {op.site}, fate {number}"
 
@@ -367,7 +373,6 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fmt, "MAX_SEGMENT_ROWS", 2)
 
 
-@pytest.mark.xfail(reason="the names of new lane and group folders are not synced yet")
 @pytest.mark.parametrize("scenario", [busy, bounded])
 def test_every_state_that_a_power_cut_may_leave_opens_and_holds_what_was_flushed(
     memory_folder: Path, scenario: Callable[[Run], None], soak: bool
@@ -378,16 +383,14 @@ def test_every_state_that_a_power_cut_may_leave_opens_and_holds_what_was_flushed
 
 
 @pytest.mark.parametrize("scenario", [busy, bounded])
-def test_without_the_syncs_of_any_line_some_state_is_wrong(
+def test_without_the_syncs_of_any_kind_of_file_some_state_is_wrong(
     memory_folder: Path, scenario: Callable[[Run], None]
 ) -> None:
     recorder = record(memory_folder / "run", scenario)
     states = States(memory_folder / "state", write_every=10**9)
-    syncs = [place for place, op in enumerate(recorder.log) if op.kind == "sync"]
-    lines = {recorder.log[place].site for place in syncs}
-    missed: set[tuple[str, ...]] = set()
-    for place in syncs:
-        site = recorder.log[place].site
-        if site not in missed and is_missed(recorder, place, states):
-            missed.add(site)
-    assert sorted(lines - missed) == []
+    missed: dict[tuple[str, ...], bool] = {}
+    for place, op in enumerate(recorder.log):
+        if op.kind == "sync":
+            kind = (re.sub(r"\d+", "N", recorder.labels[op.target]), *op.site)
+            missed[kind] = missed.get(kind, False) or is_missed(recorder, place, states)
+    assert [kind for kind, is_needed in missed.items() if not is_needed] == []

@@ -11,7 +11,16 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.vectors import crc_byte, crc_word, kernel, load_byte, load_word, prefetch
+from pagedkv.vectors import (
+    copy_line,
+    crc_byte,
+    crc_word,
+    kernel,
+    load_byte,
+    load_word,
+    prefetch,
+    stream_line,
+)
 
 STREAM_NBYTES = 1344
 BLOCK_NBYTES = 3 * STREAM_NBYTES
@@ -52,6 +61,33 @@ def crc_block(crc: Any, address: Any) -> Any:
             crc = crc_word(crc, load_word(place))
             second = crc_word(second, load_word(place + STREAM_NBYTES))
             third = crc_word(third, load_word(place + 2 * STREAM_NBYTES))
+    return _shifted(_shifted(crc, _LONG_SHIFT) ^ second, _LONG_SHIFT) ^ third
+
+
+@kernel
+def crc_block_copy(crc: Any, source: Any, target: Any, streams: Any, ahead: Any) -> Any:
+    """The same, and copies the bytes to ``target``: in one loop, for each waits for other things.
+
+    Args:
+        crc: State before.
+        source: Address of the bytes.
+        target: Where they go; a multiple of 32 if ``streams``.
+        streams: Write past the caches.
+        ahead: Bytes from ``source`` to the next block, which is asked for.
+    """
+    second, third = np.uint64(0), np.uint64(0)
+    for line in range(0, STREAM_NBYTES, 64):
+        place, out = source + line, target + line
+        for stream in range(0, BLOCK_NBYTES, STREAM_NBYTES):
+            prefetch(place + stream + ahead)
+            if streams:
+                stream_line(out + stream, place + stream)
+            else:
+                copy_line(out + stream, place + stream)
+        for word in range(place, place + 64, 8):
+            crc = crc_word(crc, load_word(word))
+            second = crc_word(second, load_word(word + STREAM_NBYTES))
+            third = crc_word(third, load_word(word + 2 * STREAM_NBYTES))
     return _shifted(_shifted(crc, _LONG_SHIFT) ^ second, _LONG_SHIFT) ^ third
 
 

@@ -95,8 +95,7 @@ class Contents:
                 changed = len(self.groups) != num_lanes
                 self._root_changed_ns = root_changed
             for (lane, number), group in self.groups.items():
-                generation = 0 if lane == own_lane else group.generation()
-                if lane == own_lane or generation == self._generations.get((lane, number)) != 0:
+                if not self._is_outdated(lane, number, own_lane):
                     continue
                 for missing in group.missing():
                     gone.append(group.segments[missing])
@@ -208,6 +207,14 @@ class Contents:
         """File of a segment in one of the arrays."""
         lane, number, segment_number = place
         return self.groups[lane, number].chunk_path(array, segment_number)
+
+    def _is_outdated(self, lane: int, number: int, own_lane: int | None) -> bool:
+        """Whether another process may have changed a group since it was loaded."""
+        group = self.groups[lane, number]
+        if lane == own_lane or not group.is_complete:
+            return not group.is_complete
+        known = self._generations[lane, number]
+        return known == 0 or group.generation() != known
 
     def _reload(self, lane: int, number: int) -> bool:
         group = self.groups[lane, number]

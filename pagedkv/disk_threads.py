@@ -10,14 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from pagedkv.errors import ClosedError, StoreTimeoutError
 from pagedkv.files import Bytes
+from pagedkv.memory import aligned
 
 MAX_HUNG = 16
 """Threads that may hang at once; with more, a wait fails at once."""
-_ALIGNMENT = 4096
 
 
 class Job:
@@ -27,16 +25,32 @@ class Job:
         fetch: Called in a disk thread with the thread's own memory; its result goes to ``use``.
         use: Called afterwards, in the same thread, unless the job has been given up.
         nbytes: Memory that ``fetch`` needs.
+        what: What is read, for messages.
     """
 
-    __slots__ = ("_lock", "error", "fetch", "is_abandoned", "is_done", "is_used", "nbytes", "use")
+    __slots__ = (
+        "_lock",
+        "error",
+        "fetch",
+        "is_abandoned",
+        "is_done",
+        "is_used",
+        "nbytes",
+        "use",
+        "what",
+    )
 
     def __init__(
-        self, fetch: Callable[[Bytes], int], use: Callable[[Bytes, int], None], nbytes: int
+        self,
+        fetch: Callable[[Bytes], int],
+        use: Callable[[Bytes, int], None],
+        nbytes: int,
+        what: object,
     ) -> None:
         self.fetch = fetch
         self.use = use
         self.nbytes = nbytes
+        self.what = what
         self.error: BaseException | None = None
         self.is_done = False
         self.is_used = False
@@ -103,39 +117,38 @@ class DiskThreads:
                     f"{MAX_HUNG} reads hang in the system already: look at the disk"
                 )
             self._queue.extend(jobs)
-            missing = min(
-                len(self._queue) - self._num_idle,
-                self._num_threads + self._count_hung() - len(self._threads),
-            )
-            for _ in range(missing):
-                thread = threading.Thread(target=self._work, name="pagedkv-disk", daemon=True)
-                self._threads.add(thread)
-                thread.start()
+            try:
+                self._start_threads()
+            except BaseException:
+                for job in jobs:
+                    job.abandon()
+                raise
             self._wake.notify_all()
 
-    def wait(self, jobs: Sequence[Job], deadline: float | None) -> None:
+    def wait(self, jobs: Sequence[Job], expires: float | None) -> None:
         """Wait until all of these are done.
 
         Args:
             jobs: Jobs that were started.
-            deadline: When to give up, in ``time.monotonic``'s seconds.
+            expires: When to give up, in ``time.monotonic``'s seconds.
 
         Raises:
             StoreTimeoutError: The deadline came first. Jobs that were not past the disk are given
                 up: their ``use`` is never called. All others are done.
             BaseException: What a job raised, the first one; all are done.
         """
-        late = False
+        late: Job | None = None
         with self._wake:
             for job in jobs:
                 while not job.is_done:
-                    left = None if deadline is None else deadline - time.monotonic()
+                    left = None if expires is None else expires - time.monotonic()
                     if left is not None and left <= 0 and job.abandon():
-                        late = True
+                        late = job
+                        self._start_threads()
                         break
                     self._wake.wait(None if left is None else max(left, 0.001))
-        if late:
-            raise StoreTimeoutError("the disk did not answer in time")
+        if late is not None:
+            raise StoreTimeoutError(f"the disk did not answer in time: reading {late.what}")
         for job in jobs:
             if job.error is not None:
                 raise job.error
@@ -146,12 +159,24 @@ class DiskThreads:
             for job in jobs:
                 while not job.is_done and not job.abandon():
                     self._wake.wait()
+            self._start_threads()
 
     def close(self) -> None:
         """Let the threads end when they have done their jobs; does not wait for them."""
         with self._wake:
             self._is_closed = True
             self._wake.notify_all()
+
+    def _start_threads(self) -> None:
+        """Start what is missing for the queue, in the stead of hung ones too."""
+        missing = min(
+            len(self._queue) - self._num_idle,
+            self._num_threads + self._count_hung() - len(self._threads),
+        )
+        for _ in range(missing):
+            thread = threading.Thread(target=self._work, name="pagedkv-disk", daemon=True)
+            thread.start()
+            self._threads.add(thread)
 
     def _count_hung(self) -> int:
         return sum(job.is_abandoned for job in self._running)
@@ -177,11 +202,4 @@ class DiskThreads:
                 del self._running[job]
                 job.is_done = True
                 self._wake.notify_all()
-
-
-def aligned(nbytes: int) -> Bytes:
-    """Fresh memory of at least ``nbytes``, aligned for reads past the page cache."""
-    size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    return memory[start : start + size]
+            del job  # and with it the caller's memory, while this thread is idle

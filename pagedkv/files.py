@@ -9,8 +9,10 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -58,7 +60,7 @@ def raise_translated(error: OSError, place: Path | str, action: str) -> NoReturn
     """Raise the ``StoreError`` that stands for ``error``, as ``translated`` does."""
     reason = error.strerror or str(error)
     culprit = error.filename
-    if culprit is not None and str(culprit) != str(place):
+    if isinstance(culprit, str | os.PathLike) and str(culprit) != str(place):
         reason = f"{reason} ({culprit})"
     raise StoreError(f"cannot {action} {place}: {reason}") from error
 
@@ -69,12 +71,52 @@ def make_dir(path: Path) -> None:
         path.mkdir(mode=0o700)
 
 
+def make_dirs(path: Path) -> None:
+    """Create ``path`` and the folders above it, where they are missing."""
+    os.makedirs(path, exist_ok=True)  # noqa: PTH103 - reads as the system call
+
+
+def restrict(path: Path) -> None:
+    """Take all rights on the folder from others than its owner."""
+    os.chmod(path, 0o700)  # noqa: PTH101 - the same
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything at ``path``, or behind it if it is a symbolic link."""
+    try:
+        os.stat(path)  # noqa: PTH116 - the same
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_folder(path: Path, *, follow: bool = False) -> bool:
+    """Whether ``path`` is a folder; a symbolic link is none unless ``follow``."""
+    try:
+        mode = os.stat(path, follow_symlinks=follow).st_mode  # noqa: PTH116 - the same
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISDIR(mode)
+
+
+def names(path: Path) -> list[str]:
+    """Names of all that is in the folder, sorted."""
+    return sorted(os.listdir(path))
+
+
 def open_file(path: Path, *, direct: bool = False) -> int:
     """A descriptor that reads ``path``, which must not be a symbolic link.
 
     With ``direct`` it goes past the page cache where the system can; reads must then be aligned.
     """
-    return os.open(path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK | (_DIRECT if direct else 0))
+    flags = os.O_RDONLY | _NOFOLLOW | _NONBLOCK
+    if direct and _DIRECT:
+        try:
+            return os.open(path, flags | _DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the file system does not know it
+                raise
+    return os.open(path, flags)
 
 
 def close_file(fd: int) -> None:
@@ -99,8 +141,12 @@ def is_vanished(error: OSError) -> bool:
 
 def read_bytes(path: Path) -> bytes:
     """All bytes of ``path``, which must not be a symbolic link."""
-    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
-        return file.read() or b""  # None: a pipe that has a writer, but no bytes
+    parts = []
+    with reading(path) as fd, contextlib.suppress(BlockingIOError):  # a pipe with a writer
+        size = os.fstat(fd).st_size
+        while part := os.read(fd, size + 1):
+            parts.append(part)
+    return b"".join(parts)
 
 
 def pread_into(fd: int, out: Bytes, offset: int) -> int:
@@ -211,12 +257,46 @@ def write_atomic(
         replace(temp, path)
 
 
+def overwrite(path: Path, data: "Bytes | bytes", offset: int) -> None:
+    """Replace bytes in the middle of the file ``path``, unsynced; its other bytes stay."""
+    fd = os.open(path, os.O_WRONLY | _NOFOLLOW | _NONBLOCK)
+    try:
+        pwrite_all(fd, data, offset)
+    finally:
+        os.close(fd)
+
+
 def sync_file(fd: int) -> None:
     """Make the file's bytes and size durable."""
     if sys.platform == "darwin":
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
     else:
         os.fsync(fd)
+
+
+def sync_together(syncs: "Sequence[Callable[[], None]]") -> None:
+    """Run several of ``sync_file`` and ``sync_dir`` at once: the disk does them in one go.
+
+    Raises:
+        OSError: One of them failed, the first one; all are done.
+    """
+    errors: list[BaseException | None] = [None] * len(syncs)
+
+    def run(number: int) -> None:
+        try:
+            syncs[number]()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(1, len(syncs))]
+    for thread in threads:
+        thread.start()
+    run(0)
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def sync_dir(path: Path) -> None:

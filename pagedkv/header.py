@@ -12,7 +12,7 @@ import google_crc32c
 
 from pagedkv.codec import Codec, codec_from_dict
 from pagedkv.errors import FormatVersionError, SpecMismatchError, StoreError
-from pagedkv.format import ATTRIBUTE, FORMAT_VERSION, MAX_SEGMENT_ROWS, Geometry
+from pagedkv.format import ATTRIBUTE, FORMAT_VERSION, MAX_SEGMENT_ROWS, METADATA, Geometry
 from pagedkv.spec import KVSpec
 
 CHECKSUM = "crc32c"
@@ -102,7 +102,7 @@ class StoreHeader:
         try:
             node = json.loads(document)
         except (ValueError, RecursionError) as error:
-            raise StoreError(f"the document of {where} is damaged: {error}") from error
+            raise StoreError(f"{where}/{METADATA} is damaged: {error}") from error
         attributes = node.get("attributes") if isinstance(node, dict) else None
         if not isinstance(attributes, dict) or ATTRIBUTE not in attributes:
             raise StoreError(

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from pagedkv.codec import Bytes
 from pagedkv.format import (
     CATALOG,
     CATALOG_DIMENSIONS,
+    EVICTED,
     KV,
     KV_DIMENSIONS,
     METADATA,
@@ -40,6 +42,8 @@ logger = logging.getLogger("pagedkv")
 
 _FIRST_SEGMENTS = 16
 _MORE_SEGMENTS = 256
+_SYNCED_TOGETHER = 4
+_GROWTH_NBYTES = 16 * 2**10
 _YOUNG_NS = 50 * 10**6
 """A folder changed so lately may change again without showing it."""
 
@@ -89,6 +93,7 @@ class LaneGroup:
     Attributes:
         segments: The committed segments that the store knows, by number.
         next_segment: Number of the next segment to be written.
+        is_complete: Whether ``load`` could read all that it tried to; else it is worth another try.
     """
 
     def __init__(self, path: Path, segment_format: SegmentFormat) -> None:
@@ -96,6 +101,7 @@ class LaneGroup:
         self.segment_format = segment_format
         self.segments: dict[int, Segment] = {}
         self.next_segment = 0
+        self.is_complete = True
         self._torn: set[int] = set()
         self._columns = derived_columns(self.geometry.page_tokens)
         self._arrays = {KV: len(KV_DIMENSIONS), CATALOG: len(CATALOG_DIMENSIONS)}
@@ -112,10 +118,6 @@ class LaneGroup:
         """File of a segment in one of the group's arrays (``kv``, ``catalog``, …)."""
         return self.path / array / chunk_name(number, self._arrays[array])
 
-    def measure(self) -> int:
-        """Bytes of all chunks on disk."""
-        return sum(sum(self._chunk_sizes(array).values()) for array in self._arrays)
-
     def load(self) -> list[tuple[Segment, SegmentMap]]:
         """Read what the catalogue has beyond ``segments``: committed segments, in order.
 
@@ -126,13 +128,17 @@ class LaneGroup:
         data = self._chunk_sizes(KV)
         self.next_segment = max([self.next_segment - 1, *data, *chunks]) + 1
         loaded = []
+        self.is_complete = True
         for number in sorted(chunks.keys() - self.segments.keys() - self._torn):
             try:
                 if number not in data:
-                    raise FileNotFoundError("its segment is gone")
+                    raise ValueError("its segment is gone")
                 loaded.append(self._load_segment(number))
             except (OSError, ValueError) as error:
-                self._torn.add(number)
+                if isinstance(error, ValueError) or files.is_vanished(error):
+                    self._torn.add(number)
+                else:
+                    self.is_complete = False
                 logger.warning("skipped %s: %s", self.chunk_path(CATALOG, number), error)
         return loaded
 
@@ -154,6 +160,12 @@ class LaneGroup:
                 return -1
             raise
         return 0 if is_young(changed) else changed
+
+    def nbytes_of(self, segment_map: SegmentMap) -> int:
+        """Bytes of all files of a segment."""
+        pages = self.segment_format.extents(segment_map)[1]
+        overhead = self.geometry.write_nbytes(1) - self.geometry.page_nbytes
+        return int(pages[-1]) + overhead
 
     def load_map(self, segment: Segment) -> SegmentMap:
         """Read a segment's map from its catalogue chunk again.
@@ -192,6 +204,12 @@ class LaneGroup:
         records, holds = unpack_catalog(self.geometry, number, chunk)
         return records["parent"].tobytes(), holds & (records["flags"] & HAS_PARENT != 0)
 
+    def missing_nbytes(self) -> int:
+        """About how much ``prepare`` is going to write."""
+        documents = self._documents() if self._missing_documents() else {}
+        columns = len(self._incomplete()) * self.geometry.derived_nbytes
+        return 2 * sum(len(document) for document in documents.values()) + columns
+
     def prepare(self) -> None:
         """Make the group ready for its lane's writer, after ``load``.
 
@@ -199,16 +217,13 @@ class LaneGroup:
         a record do not exist) and rewrites missing chunks of derived columns.
         """
         files.make_dir(self.path)
-        missing = [array for array in self._arrays if self._num_rows(array) is None]
+        missing = self._missing_documents()
         if missing or metadata.read_document(self.path) is None:
-            spec, codec = self.segment_format.spec, self.segment_format.codec
-            documents = metadata.array_documents(spec, codec, self.geometry)
+            documents = self._documents()
             for array in missing:
                 files.make_dir(self.path / array)
                 files.write_atomic(self.path / array / METADATA, [documents[array]])
-                files.sync_dir(self.path / array)
             files.write_atomic(self.path / METADATA, [metadata.group_document()])
-            files.sync_dir(self.path)
         files.remove_temps(self.path)
         num_rows = self._num_rows(CATALOG) or 0
         self.next_segment = max(self.next_segment, -(-num_rows // self.geometry.rows))
@@ -219,6 +234,7 @@ class LaneGroup:
                 files.remove(self.chunk_path(array, number))
         self._complete_columns()
         self._set_capacity(self.next_segment)
+        files.sync_dir(self.path)
 
     def commit(self, first: int, source: SegmentSource) -> list[tuple[Segment, SegmentMap]]:
         """Write segments ``first``, ``first + 1``, … durably: all of them or none.
@@ -228,31 +244,17 @@ class LaneGroup:
             ValueError: The codec cannot represent a number; the same.
         """
         rows = self.geometry.rows
-        starts = range(0, len(source.keys), rows)
-        numbers = range(first, first + len(starts))
+        numbers = range(first, first + -(-len(source.keys) // rows))
         temps: list[tuple[Path, Path]] = []
-        made = []
+        made: list[tuple[Segment, SegmentMap, Bytes]] = []
         try:
-            for number, start in zip(numbers, starts, strict=True):
-                keys = tuple(source.keys[start : start + rows])
-                path = self.chunk_path(KV, number)
-                with files.new_file(path) as (fd, temp):
-                    temps.append((temp, path))
-                    segment_map = source.write(fd, start, len(keys))
-                    files.sync_file(fd)
-                chunk = source.catalog(number, start, segment_map)
-                path = self.chunk_path(CATALOG, number)
-                with files.new_file(path) as (fd, temp):
-                    temps.append((temp, path))
-                    files.write_all(fd, chunk)
-                    files.sync_file(fd)
-                made.append(
-                    (Segment(number, self.chunk_path(KV, number), keys), segment_map, chunk)
-                )
+            for start in range(0, len(numbers), _SYNCED_TOGETHER):
+                part = numbers[start : start + _SYNCED_TOGETHER]
+                made += self._write_segments(part, start * rows, source, temps)
             for temp, path in temps:
                 files.replace(temp, path)
-            files.sync_dir(self.path / KV)
-            files.sync_dir(self.path / CATALOG)
+            folders = (self.path / KV, self.path / CATALOG)
+            files.sync_together([partial(files.sync_dir, folder) for folder in folders])
         except BaseException:
             for paths in reversed(temps):
                 for path in paths:
@@ -260,15 +262,24 @@ class LaneGroup:
                         files.remove(path)
             raise
         for segment, _, chunk in made:
-            self._write_columns(segment.number, chunk.tobytes())
+            self._write_columns(segment.number, chunk, np.arange(rows) < len(segment.keys))
         return [(segment, segment_map) for segment, segment_map, _ in made]
 
-    def grow(self, num_segments: int) -> None:
-        """Make the arrays long enough for so many segments; in steps, so that it happens rarely."""
+    def growth_nbytes(self, num_segments: int) -> int:
+        """About how much ``grow`` is going to write beside what is there."""
+        return _GROWTH_NBYTES if num_segments > self._capacity else 0
+
+    def grow(self, num_segments: int) -> int:
+        """Make the arrays long enough for so many segments; in steps, so that it happens rarely.
+
+        Returns:
+            How many bytes longer their documents are.
+        """
         with self._growth:
-            if num_segments > self._capacity:
-                ahead = min(max(num_segments, _FIRST_SEGMENTS), _MORE_SEGMENTS)
-                self._set_capacity(num_segments + ahead)
+            if num_segments <= self._capacity:
+                return 0
+            ahead = min(max(num_segments, _FIRST_SEGMENTS), _MORE_SEGMENTS)
+            return self._set_capacity(num_segments + ahead)
 
     def trim(self) -> None:
         """Make the arrays end where the last segment does."""
@@ -308,6 +319,35 @@ class LaneGroup:
             raise ValueError(f"it is the record of row {record['row'][0]}")
         return record
 
+    def _write_segments(
+        self, numbers: range, start: int, source: SegmentSource, temps: list[tuple[Path, Path]]
+    ) -> list[tuple[Segment, SegmentMap, Bytes]]:
+        """Make the bytes of a few segments durable, under temporary names; adds these to ``temps``.
+
+        Neither a segment nor its catalogue chunk is visible yet, so that they may get to the disk
+        in any order.
+        """
+        made: list[tuple[Segment, SegmentMap, Bytes]] = []
+        with contextlib.ExitStack() as stack:
+            syncs = []
+            for number in numbers:
+                keys = tuple(source.keys[start : start + self.geometry.rows])
+                path = self.chunk_path(KV, number)
+                fd, temp = stack.enter_context(files.new_file(path))
+                temps.append((temp, path))
+                segment_map = source.write(fd, start, len(keys))
+                syncs.append(partial(files.sync_file, fd))
+                chunk = source.catalog(number, start, segment_map)
+                catalog_path = self.chunk_path(CATALOG, number)
+                fd, temp = stack.enter_context(files.new_file(catalog_path))
+                temps.append((temp, catalog_path))
+                files.write_all(fd, chunk)
+                syncs.append(partial(files.sync_file, fd))
+                made.append((Segment(number, path, keys), segment_map, chunk))
+                start += len(keys)
+            files.sync_together(syncs)
+        return made
+
     def _load_segment(self, number: int) -> tuple[Segment, SegmentMap]:
         chunk = files.read_bytes(self.chunk_path(CATALOG, number))
         records, holds = unpack_catalog(self.geometry, number, chunk)
@@ -319,26 +359,39 @@ class LaneGroup:
         )
         return Segment(number, self.chunk_path(KV, number), keys), segment_map
 
-    def _write_columns(self, number: int, chunk: bytes) -> None:
+    def _write_columns(self, number: int, chunk: Bytes, holds: npt.NDArray[np.bool_]) -> None:
         """Write the derived columns of a segment: a convenience, so failing is only logged."""
+        records = chunk[:-4].view(self.geometry.record_dtype)
         try:
-            records, holds = unpack_catalog(self.geometry, number, chunk)
             for name, values in derived_chunks(self.geometry, records, holds).items():
                 data = values.reshape(-1).view(np.uint8)
                 files.write_atomic(self.chunk_path(name, number), [data], sync=False)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             logger.warning("could not write the derived columns of %s: %s", self.path, error)
 
     def _complete_columns(self) -> None:
+        for number in sorted(self._incomplete()):
+            with contextlib.suppress(OSError, ValueError):
+                chunk = files.read_bytes(self.chunk_path(CATALOG, number))
+                _, holds = unpack_catalog(self.geometry, number, chunk)
+                self._write_columns(number, np.frombuffer(chunk, np.uint8), holds)
+
+    def _incomplete(self) -> set[int]:
+        """Segments that lack a chunk of a derived column."""
         incomplete: set[int] = set()
         for column in self._columns:
             sizes = self._chunk_sizes(column.name)
             nbytes = self.geometry.rows * column.row_nbytes
             incomplete |= {n for n in self.segments if sizes.get(n) != nbytes}
-        for number in sorted(incomplete):
-            with contextlib.suppress(OSError):
-                chunk = files.read_bytes(self.chunk_path(CATALOG, number))
-                self._write_columns(number, chunk)
+        return incomplete
+
+    def _documents(self) -> dict[str, bytes]:
+        """The documents of all arrays, without rows."""
+        form = self.segment_format
+        return metadata.array_documents(form.spec, form.codec, self.geometry)
+
+    def _missing_documents(self) -> list[str]:
+        return [array for array in (*self._arrays, EVICTED) if self._num_rows(array) is None]
 
     def _chunk_sizes(self, array: str) -> dict[int, int]:
         """Size of each chunk file of an array by its segment."""
@@ -357,21 +410,24 @@ class LaneGroup:
         except (ValueError, KeyError, TypeError, IndexError, OverflowError):
             return None
 
-    def _set_capacity(self, num_segments: int) -> None:
+    def _set_capacity(self, num_segments: int) -> int:
         num_rows = num_segments * self.geometry.rows
         lengths = {array: self._num_rows(array) for array in self._arrays}
         made: dict[str, bytes] = {}
         if None in lengths.values():  # damaged meanwhile: they hold nothing that is not known
-            made = metadata.array_documents(
-                self.segment_format.spec, self.segment_format.codec, self.geometry
-            )
+            made = self._documents()
+        growth = 0
         for array, length in lengths.items():
             if length != num_rows:
                 path = self.path / array / METADATA
-                document = json.loads(files.read_bytes(path) if length is not None else made[array])
+                before = files.read_bytes(path) if length is not None else made[array]
+                document = json.loads(before)
                 document["shape"][0] = num_rows
-                files.write_atomic(path, [json.dumps(document, indent=2).encode()])
+                after = json.dumps(document, indent=2).encode()
+                files.write_atomic(path, [after])
+                growth += len(after) - len(before)
         self._capacity = num_segments
+        return growth
 
 
 def is_young(changed_ns: int) -> bool:

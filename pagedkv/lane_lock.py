@@ -11,10 +11,10 @@ import socket
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pagedkv import files, lane_document
 from pagedkv.format import ATTRIBUTE, METADATA, lane_name, lane_number
-from pagedkv.header import StoreHeader
 
 
 class LaneLock:
@@ -30,7 +30,7 @@ class LaneLock:
         self.lane = lane
         self.path = path
         self._fd = fd
-        self._close = weakref.finalize(self, os.close, fd)
+        self._close = weakref.finalize(self, files.close_file, fd)
 
     @classmethod
     def take(cls, root: Path) -> "LaneLock":
@@ -38,7 +38,7 @@ class LaneLock:
         for lane in itertools.count():
             path = root / lane_name(lane)
             files.make_dir(path)
-            lock = None if path.is_symlink() else cls.try_take(root, lane)
+            lock = cls.try_take(root, lane) if files.is_folder(path) else None
             if lock is not None:
                 return lock
         raise AssertionError("unreachable")
@@ -48,32 +48,38 @@ class LaneLock:
         """Lock a lane if nobody holds it."""
         path = root / lane_name(lane)
         fd = files.open_folder(path)
-        if files.try_lock(fd):
+        try:
+            is_taken = files.try_lock(fd)
+        except BaseException:
+            files.close_file(fd)
+            raise
+        if is_taken:
             return cls(lane, path, fd)
         files.close_file(fd)
         return None
 
-    def prepare(self, header: StoreHeader) -> None:
-        """Remove what an earlier writer left half done; name the holder in the lane's document.
-
-        Args:
-            header: The store's, of which the document keeps a copy.
-        """
+    def clean(self) -> None:
+        """Remove what an earlier writer left half done."""
         files.remove_temps(self.path)
-        holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+
+    @staticmethod
+    def holder() -> dict[str, Any]:
+        """What the lane's document shall say of this process."""
+        return {
+            lane_document.LAST_WRITER: {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
         }
-        changes = {lane_document.LAST_WRITER: holder, lane_document.HEADER: header.to_dict()}
-        with files.locked(self.path.parent):
-            lane_document.update(self.path.parent, self.lane, changes, sync=True)
 
     def release(self) -> None:
         """Give the lock back; also where forked children share its descriptor."""
         if self._close.alive:
-            files.unlock(self._fd)
-            self._close()
+            try:
+                files.unlock(self._fd)
+            finally:
+                self._close()
 
     def drop(self) -> None:
         """Close this process's descriptor; a parent that shares the lock keeps it."""
@@ -82,13 +88,8 @@ class LaneLock:
 
 def lanes_of(root: Path) -> list[int]:
     """Numbers of all lanes of the store at ``root``."""
-    lanes = []
-    with os.scandir(root) as entries:
-        for entry in entries:
-            lane = lane_number(entry.name)
-            if lane is not None and entry.is_dir(follow_symlinks=False):
-                lanes.append(lane)
-    return sorted(lanes)
+    numbers = [lane_number(name) for name in files.subfolders(root)]
+    return sorted(lane for lane in numbers if lane is not None)
 
 
 def holder_of(path: Path) -> str:

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from pagedkv import files
 from pagedkv.disk_threads import DiskThreads, Job
 from pagedkv.files import Bytes
-from pagedkv.format import crc32c
+from pagedkv.format import LayerCrcs
 from pagedkv.lane import Segment
-from pagedkv.memory import Numbers, PageArrays
-from pagedkv.segment import Piece, SegmentFormat, transfer_buffer
+from pagedkv.memory import Numbers, PageArrays, PageMemory
+from pagedkv.segment import PIECE_NBYTES, SMALL_NBYTES, Piece, SegmentFormat, transfer_buffer
 from pagedkv.segment_files import SegmentFiles
 from pagedkv.segment_map import SegmentMap
 
@@ -69,14 +69,14 @@ class PageReader:
         return self._threads.num_hung
 
     def read(
-        self, wanted: Iterable[SegmentRead], pages: PageArrays, timeout: float | None
+        self, wanted: Iterable[SegmentRead], pages: PageArrays, deadline: float | None
     ) -> list[int]:
         """Read and verify.
 
         Args:
             wanted: What to read.
             pages: Where to. Never written to after this has returned or raised.
-            timeout: Seconds after which to give up.
+            deadline: Seconds from now after which to give up.
 
         Returns:
             Numbers of the pages that are damaged or gone; what their memory holds is undefined.
@@ -85,7 +85,7 @@ class PageReader:
             StoreError: The system could not read; the file is named.
             StoreTimeoutError: The disk did not answer in time.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        expires = None if deadline is None else time.monotonic() + deadline
         damaged: set[int] = set()
         jobs: list[Job] = []
         try:
@@ -98,43 +98,74 @@ class PageReader:
                         job = self._job(one, rest, pages, damaged)
                         self._threads.start([job])
                         jobs.append(job)
-            self._threads.wait(jobs, deadline)
+            self._threads.wait(jobs, expires)
         except BaseException:
             self._threads.call_off(jobs)
             raise
         return sorted(damaged)
 
-    def read_small(
-        self, form: SegmentFormat, segment: Segment, crc: int, offset: int, out: Array
+    def read_one(
+        self,
+        form: SegmentFormat,
+        segment: Segment,
+        crcs: LayerCrcs,
+        row: int,
+        layer: int | None,
+        out: Array,
     ) -> bool | None:
-        """Read one small chunk that lies in the page cache, with less ado than ``read``.
+        """Read one page, or one layer of it, that lies in the page cache.
 
         Args:
-            form: The format of the segment's file.
+            form: The format of the segment's file, in which all chunks have one size.
             segment: The segment.
-            crc: CRC32C of the payload.
-            offset: Where the chunk is in the file.
-            out: Where to, ``(kind, token, head, channel)``.
+            crcs: CRC32C of each layer of its pages, ``(row, layer)``.
+            row: Which page.
+            layer: Which layer; None for all.
+            out: Where to; its blocks are contiguous.
 
         Returns:
             Whether it is good; None if it is not in the page cache, or not to be had so.
         """
-        nbytes = form.geometry.chunk_nbytes
-        stored = transfer_buffer(nbytes)
+        if self._direct:
+            return None
         try:
             file = self._files.take(segment, segment.path)
             try:
-                num_read = files.pread_now(file.fd, stored, offset)
+                return self._read_layers(file.fd, form, crcs, row, layer, out)
             finally:
                 self._files.give_back(file)
         except OSError:  # ``read`` says what it is
             return None
-        if num_read < nbytes:
-            return None
-        payload = stored[:-4]
-        if crc32c(payload) != crc or stored[-4:].tobytes() != crc.to_bytes(4, "little"):
-            return False
-        form.codec.decode(form.spec, payload, out)
+
+    def _read_layers(
+        self,
+        fd: int,
+        form: SegmentFormat,
+        crcs: LayerCrcs,
+        row: int,
+        layer: int | None,
+        out: Array,
+    ) -> bool | None:
+        chunk_nbytes = form.geometry.chunk_nbytes
+        first, stop = (0, form.geometry.num_layers) if layer is None else (layer, layer + 1)
+        start = row * form.geometry.page_nbytes
+        if stop - first == 1 and chunk_nbytes <= SMALL_NBYTES:
+            stored = transfer_buffer(chunk_nbytes)
+            if files.pread_now(fd, stored, start + first * chunk_nbytes) < chunk_nbytes:
+                return None
+            return form.decode_small(stored, int(crcs[row, first]), out)
+        at_once = max(1, PIECE_NBYTES // chunk_nbytes)
+        address = out.ctypes.data
+        layer_stride, kind_stride = out.strides[0], out.strides[-4]
+        for begin in range(first, stop, at_once):
+            end = min(begin + at_once, stop)
+            stored = transfer_buffer((end - begin) * chunk_nbytes)
+            if files.pread_now(fd, stored, start + begin * chunk_nbytes) < len(stored):
+                return None
+            place = np.array([address + (begin - first) * layer_stride])
+            memory = PageMemory(place, layer_stride, kind_stride)
+            if not form.decode_layers(stored, crcs[row : row + 1, begin:end], memory):
+                return False
         return True
 
     def forget(self, segment: Segment) -> None:
@@ -189,7 +220,7 @@ class PageReader:
                 at = piece.offset - start
                 _decode(one, piece, memory[at : min(at + piece.nbytes, num_read)], pages, damaged)
 
-        return Job(fetch, use, end - start)
+        return Job(fetch, use, end - start, one.segment.path)
 
 
 def _decode(

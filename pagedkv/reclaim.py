@@ -5,6 +5,7 @@ what live sequences hold, is written again before they go.
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,19 +18,20 @@ from pagedkv import files
 from pagedkv.catalog import unpack_catalog
 from pagedkv.contents import Contents, Place
 from pagedkv.errors import StoreFullError
-from pagedkv.evictions import EvictionReason, EvictionRing
-from pagedkv.format import CATALOG, EVICTED, KV, StoreRow
+from pagedkv.evictions import EVICTED_NBYTES, EvictionReason, EvictionRing
+from pagedkv.format import CATALOG, EVICTED, KV
 from pagedkv.lane import Segment, SegmentSource
 from pagedkv.lane_lock import LaneLock
 from pagedkv.page_reader import PageReader
 from pagedkv.segment_sources import MovedPages
 from pagedkv.space import Space
+from pagedkv.spec import PageKey
 
 logger = logging.getLogger("pagedkv")
 
 Bools = npt.NDArray[np.bool_]
-Keep = Callable[[], Collection[StoreRow]]
-"""Tells rows that must not be given up."""
+Keep = Callable[[], Collection[tuple[int, PageKey]]]
+"""Tells pages that must not be given up, by their specs' index and key; called without locks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,17 +193,16 @@ class Reclaimer:
         group = self._contents.groups[lane, number]
         with self._contents.lock:
             self._contents.withdraw(one.place)
-        # Who holds a page from now on has found it elsewhere: the rows to keep are complete.
-        first = segment_number * group.geometry.rows
-        kept = np.zeros(len(one.segment.keys), np.bool_)
-        for row in keep():
-            if row[:2] == one.place[:2] and 0 <= row.row - first < len(kept):
-                kept[row.row - first] = True
-        moved: Bools | None = None
-        for wanted in (kept | one.hot, kept):
-            if self._move(one, wanted):
-                moved = wanted
-                break
+        try:
+            # Who holds a page from now on has found it elsewhere: what is to keep is complete.
+            keys = {key for held, key in keep() if held == number}
+            kept = ~one.dead & [key in keys for key in one.segment.keys]
+            wishes = (wanted for wanted in (kept | one.hot, kept) if self._is_worth(one, wanted))
+            moved = next((wanted for wanted in wishes if self._move(one, wanted)), None)
+        except BaseException:
+            with self._contents.lock:
+                self._contents.restore(one.place)
+            raise
         if moved is None:
             tally.hopeless.add(one.place)
             with self._contents.lock:
@@ -213,18 +214,33 @@ class Reclaimer:
         self._reader.forget(one.segment)
         self._space.free(freed, lane)
         held = np.array([key is not None for key in one.segment.keys])
-        lost = {
-            EvictionReason.DEAD_PARENT: held & one.dead & ~moved,
-            reason: held & ~one.dead & ~moved,
-        }
-        ring = EvictionRing(group.path / EVICTED)
-        for why, rows in lost.items():
-            keys = [one.segment.keys[row] for row in np.flatnonzero(rows)]
-            ring.add([key for key in keys if key is not None], why)
+        self._remember(one, EvictionReason.DEAD_PARENT, held & one.dead & ~moved)
+        self._remember(one, reason, held & ~one.dead & ~moved)
         tally.evicted += int((held & ~moved).sum())
         tally.dead += int((held & one.dead & ~moved).sum())
         tally.moved += int(moved.sum())
         tally.removed += 1
+
+    def _remember(self, one: _Candidate, reason: EvictionReason, rows: Bools) -> None:
+        """Note in the eviction ring which pages left, if there is room for it."""
+        keys = [key for key, left in zip(one.segment.keys, rows, strict=True) if left and key]
+        if not keys:
+            return
+        path = self._contents.groups[self._lane, one.place[1]].path / EVICTED
+        before = sum(files.file_sizes(path).values())
+        try:
+            self._space.reserve(2 * EVICTED_NBYTES)
+        except StoreFullError:
+            return
+        EvictionRing(path).add(keys, reason, time.time_ns())
+        after = sum(files.file_sizes(path).values())
+        self._space.release(2 * EVICTED_NBYTES, written=after - before)
+
+    def _is_worth(self, one: _Candidate, wanted: Bools) -> bool:
+        """Whether giving the segment up frees more than writing these of its pages again takes."""
+        geometry = self._contents.formats[one.place[1]].geometry
+        count = int(wanted.sum())
+        return count == 0 or (count < len(wanted) and count <= geometry.rows // 2)
 
     def _move(self, one: _Candidate, wanted: Bools) -> bool:
         """Write these pages of a segment into another; whether there was room for them."""
@@ -242,7 +258,10 @@ class Reclaimer:
                 self._commit(number, MovedPages(form, records, stored))
         except StoreFullError:
             return False
-        except ValueError as error:  # damaged: nothing of it can be kept
+        except (ValueError, OSError) as error:
+            if isinstance(error, OSError) and not files.is_vanished(error):
+                raise
+            # Damaged, or gone: nothing of it can be kept.
             logger.warning("segment %s cannot be moved: %s", segment_number, error)
         return True
 
@@ -260,9 +279,12 @@ class Reclaimer:
         rows = rows[holds[rows]]
         segment_map = self._contents.map_of(one.place, one.segment)
         starts, ends = form.extents(segment_map)
-        stored = []
+        stored: list[npt.NDArray[np.uint8]] = []
+        whole: list[int] = []
         with files.reading(self._contents.path_of(one.place, KV)) as fd:
             for row in rows.tolist():
-                nbytes = int(ends[row] - starts[row])
-                stored.append(files.pread_exact(fd, nbytes, int(starts[row])))
-        return stored, records[rows]
+                page = np.empty(int(ends[row] - starts[row]), np.uint8)
+                if files.pread_into(fd, page, int(starts[row])) == len(page):
+                    stored.append(page)
+                    whole.append(row)
+        return stored, records[whole]

@@ -25,9 +25,9 @@ def read_header(root: Path) -> StoreHeader | None:
         FormatVersionError: The store has a later format.
     """
     with files.translated(root, "open the store"):
-        if not root.exists():
+        if not files.exists(root):
             return None
-        if not root.is_dir():
+        if not files.is_folder(root, follow=True):
             raise StoreError(f"{root} is a file: a store is a folder")
         try:
             document = _read_document(root)
@@ -55,18 +55,17 @@ def create(root: Path, header: StoreHeader) -> StoreHeader:
     """
     document = metadata.root_document(header)
     with files.translated(root, "create the store"):
-        root.parent.mkdir(parents=True, exist_ok=True)
+        files.make_dirs(root.parent)
         files.make_dir(root)
-        root.chmod(0o700)
+        files.restrict(root)
         with files.locked(root):
             existing = read_header(root)
             if existing is not None:
                 return existing
             files.remove_temps(root)
             files.write_atomic(root / METADATA, [document])
-            files.sync_dir(root)
         files.sync_dir(root.parent)
-    return header
+    return header  # the root's own names are made durable when a lane is ready
 
 
 def mend(root: Path, header: StoreHeader) -> bool:
@@ -141,8 +140,7 @@ def _whole_document(root: Path) -> bytes | None:
 
 def _replace_document(root: Path, document: bytes) -> None:
     files.remove_empty_folder(root / METADATA)
-    files.write_atomic(root / METADATA, [document])
-    files.sync_dir(root)
+    files.write_atomic(root / METADATA, [document])  # its name is made durable with the lane's
 
 
 def _copied_header(root: Path, damage: str) -> StoreHeader | None:
@@ -171,11 +169,7 @@ def _lanes(root: Path) -> list[int]:
 
 
 def _require_empty(root: Path) -> None:
-    foreign = [
-        name
-        for name in sorted(entry.name for entry in root.iterdir())
-        if not name.startswith(files.TEMP_PREFIX)
-    ]
+    foreign = [name for name in files.names(root) if not name.startswith(files.TEMP_PREFIX)]
     if foreign:
         raise StoreError(
             f"{root} is no store, but holds {foreign[0]!r}: it is left as it is; give another path"

@@ -50,10 +50,10 @@ class RowReader:
         layer: int | None,
         out: Sequence[Array] | Array,
         at: Numbers | None,
-        timeout: float | None,
+        deadline: float | None,
     ) -> None:
         """Read pages, or one layer of each, as ``PageStore.read`` says."""
-        if len(rows) == 1 and self._read_small(rows, layer, out, at):
+        if len(rows) == 1 and self._read_one(rows, layer, out, at):
             return
         if isinstance(rows, np.ndarray):
             packed = rows
@@ -63,9 +63,13 @@ class RowReader:
             return
         groups = packed >> ROW_BITS & (1 << GROUP_BITS) - 1
         number = int(groups[0])
-        if not isinstance(out, np.ndarray) and (groups != number).any():
-            self._read_groups(packed, groups, layer, out, timeout)
+        if (groups != number).any():
+            if isinstance(out, np.ndarray):
+                raise ValueError("the rows are of several specs: give one array for each page")
+            self._read_groups(packed, groups, layer, out, deadline)
             return
+        if number >= len(self._contents.formats):
+            raise self._not_found(unpack_row(int(packed[0])))
         spec = self._contents.formats[number].spec
         if layer is not None and not 0 <= layer < spec.held_layers:
             raise ValueError(f"layer is {layer}: the spec holds {spec.held_layers} layers")
@@ -79,27 +83,35 @@ class RowReader:
             raise ValueError("an out array is read-only")
         lost: list[int] = []
         wanted = self._wanted(number, packed, layer, lost)
-        lost += self._reader.read(wanted, pages, timeout)
+        lost += self._reader.read(wanted, pages, deadline)
         pages.deliver()
         if lost:
             self._lose(packed, sorted(lost))
 
-    def _read_small(
+    def _read_one(
         self,
         rows: Sequence[StoreRow] | PackedRows,
         layer: int | None,
         out: Sequence[Array] | Array,
         at: Numbers | None,
     ) -> bool:
-        """Read one small chunk from the page cache; False if that is for ``read`` to do."""
+        """Read one page from the page cache with little ado; False if that is for ``read`` to do.
+
+        What ``read`` does for many pages at once in numpy costs more here than the reading.
+        """
         packed = int(rows[0]) if isinstance(rows, np.ndarray) else pack_row(rows[0])
         lane, number = packed >> ROW_BITS + GROUP_BITS, packed >> ROW_BITS & (1 << GROUP_BITS) - 1
-        form = self._contents.formats[number]
-        if not form.has_small_chunks or (layer is None and form.geometry.num_layers > 1):
+        if number >= len(self._contents.formats) or not _is_one(out, at):
             return False
+        form = self._contents.formats[number]
         array = out[0 if at is None else int(at[0])]
         shape = form.page_shape if layer is None else form.layer_shape
-        if array.shape != shape or array.dtype != form.dtype or not array.flags.writeable:
+        flags = array.flags
+        if array.shape != shape or array.dtype != form.dtype or not flags.writeable:
+            return False
+        if array.strides[-3:] != form.block_strides or not flags.aligned:
+            return False
+        if not form.geometry.fixed_size or not 0 <= (layer or 0) < form.geometry.num_layers:
             return False
         group = self._contents.groups.get((lane, number))
         found = None if group is None else group.locate(packed & (1 << ROW_BITS) - 1)
@@ -107,12 +119,9 @@ class RowReader:
             return False
         segment, row = found
         segment_map = self._contents.kept_map((lane, number, segment.number))
-        if segment_map is None or not 0 <= (layer or 0) < form.geometry.num_layers:
+        if segment_map is None:
             return False
-        crc = int(segment_map.crcs[row, layer or 0])
-        offset = row * form.geometry.page_nbytes + (layer or 0) * form.geometry.chunk_nbytes
-        target = array[0] if layer is None else array
-        is_good = self._reader.read_small(form, segment, crc, offset, target)
+        is_good = self._reader.read_one(form, segment, segment_map.crcs, row, layer, array)
         if is_good is None:
             return False
         segment.used_at[row] = self._contents.tick()
@@ -126,7 +135,7 @@ class RowReader:
         groups: Numbers,
         layer: int | None,
         out: Sequence[Array],
-        timeout: float | None,
+        deadline: float | None,
     ) -> None:
         """Read pages of several specs, one spec after the other."""
         if len(packed) != len(out):
@@ -136,7 +145,7 @@ class RowReader:
         for number in np.unique(groups).tolist():
             chosen = np.flatnonzero(groups == number)
             try:
-                self.read(packed[chosen], layer, [out[n] for n in chosen.tolist()], None, timeout)
+                self.read(packed[chosen], layer, [out[n] for n in chosen.tolist()], None, deadline)
             except CorruptPageError as error:
                 errors.append(error)
                 positions += chosen[list(error.positions)].tolist()
@@ -195,8 +204,10 @@ class RowReader:
         elif group is not None and segment_number < group.next_segment:
             return None
         first = segment_number * self._contents.rows_of(number)
-        row = StoreRow(lane, number, first + int(rows[-1]))
-        raise PageNotFoundError(f"the store {self._contents.root} has no page in {row}")
+        raise self._not_found(StoreRow(lane, number, first + int(rows[-1])))
+
+    def _not_found(self, row: StoreRow) -> PageNotFoundError:
+        return PageNotFoundError(f"the store {self._contents.root} has no page in {row}")
 
     def _lose(self, packed: PackedRows, positions: Sequence[int]) -> NoReturn:
         """Forget damaged pages, each in favour of its next copy if there is one, and raise."""
@@ -217,3 +228,10 @@ class RowReader:
         )
         logger.warning("%s", message)
         raise CorruptPageError(message, tuple(keys), tuple(positions))
+
+
+def _is_one(out: Sequence[Array] | Array, at: Numbers | None) -> bool:
+    """Whether ``out`` and ``at`` name one array, beyond doubt."""
+    if isinstance(out, np.ndarray) and at is not None:
+        return len(at) == 1 and 0 <= int(at[0]) < len(out)
+    return at is None and len(out) == 1

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from pagedkv import files
 from pagedkv.contents import Contents
 from pagedkv.evictions import EvictionReason
-from pagedkv.format import StoreRow
 from pagedkv.lane import SegmentSource
 from pagedkv.page_reader import PageReader
 from pagedkv.reclaim import CollectReport, Keep, Reclaimer
 from pagedkv.space import Space
+from pagedkv.spec import PageKey
 
 
 class RowWriter:
@@ -38,8 +38,7 @@ class RowWriter:
             OSError: The system could not write.
             ValueError: The codec cannot represent a number.
         """
-        nbytes = self._contents.formats[number].geometry.write_nbytes(len(source.keys))
-        self.make_room(nbytes, keep)
+        self.make_room(self._write_nbytes(number, source), keep)
         self._commit(number, source)
 
     def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
@@ -63,6 +62,13 @@ class RowWriter:
                 lambda: self._space.nbytes <= max_nbytes, EvictionReason.GC, keep or _none
             )
 
+    def _write_nbytes(self, number: int, source: SegmentSource) -> int:
+        """How much writing these pages puts on the disk at most."""
+        group = self._contents.groups[self._lane, number]
+        num_segments = -(-len(source.keys) // group.geometry.rows)
+        growth_nbytes = group.growth_nbytes(group.next_segment + num_segments)
+        return group.geometry.write_nbytes(len(source.keys)) + growth_nbytes
+
     def _has_room(self, nbytes: int) -> bool:
         room, bound = self._space.room(), self._space.max_nbytes
         return room is None or bound is None or room >= nbytes + bound // 16
@@ -70,26 +76,26 @@ class RowWriter:
     def _commit(self, number: int, source: SegmentSource) -> None:
         """Write pages into new segments of the own lane, and make them known."""
         group = self._contents.groups[self._lane, number]
-        nbytes = group.geometry.write_nbytes(len(source.keys))
+        nbytes = self._write_nbytes(number, source)
+        with self._contents.lock:
+            first = group.next_segment
+            group.next_segment += -(-len(source.keys) // group.geometry.rows)
+            used_at = self._contents.tick()
         self._space.reserve(nbytes)
-        written = False
+        written = 0
         try:
-            with self._contents.lock:
-                first = group.next_segment
-                group.next_segment += -(-len(source.keys) // group.geometry.rows)
-                used_at = self._contents.tick()
             with files.translated(group.path, "write pages to"):
-                group.grow(group.next_segment)
+                written += group.grow(group.next_segment)
                 made = group.commit(first, source)
             with self._contents.lock:
                 for segment, segment_map in made:
                     segment.used_at[:] = used_at
                     place = (self._lane, number, segment.number)
                     self._contents.publish(place, segment, segment_map)
-            written = True
+                    written += group.nbytes_of(segment_map)
         finally:
             self._space.release(nbytes, written=written)
 
 
-def _none() -> Collection[StoreRow]:
+def _none() -> Collection[tuple[int, PageKey]]:
     return ()

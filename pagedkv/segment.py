@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagedkv import files
 from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless
 from pagedkv.format import Geometry, LayerCrcs, LayerSizes, crc32c, segment_index
-from pagedkv.memory import Numbers, PageArrays
+from pagedkv.memory import Numbers, PageArrays, PageMemory, aligned
 from pagedkv.segment_map import SegmentMap, bounds_of
 from pagedkv.spec import KVSpec
 
@@ -64,7 +64,7 @@ class SegmentFormat:
         self.page_shape = spec.page_shape
         self.layer_shape = spec.layer_shape
         self.dtype = spec.np_dtype
-        self.has_small_chunks = geometry.fixed_size and geometry.chunk_nbytes <= SMALL_NBYTES
+        self.block_strides = np.empty(spec.layer_shape[1:], spec.np_dtype).strides
 
     def write(self, fd: int, pages: PageArrays, first: int, count: int) -> SegmentMap:
         """Write a whole segment to an empty file; not yet durable.
@@ -144,7 +144,8 @@ class SegmentFormat:
             if extent:
                 end = extent[-1].offset + extent[-1].nbytes
                 total = piece.offset + piece.nbytes - extent[0].offset
-                if piece.offset - end > _GAP_NBYTES or total > EXTENT_NBYTES:
+                is_behind = 0 <= piece.offset - end <= _GAP_NBYTES
+                if not is_behind or total > EXTENT_NBYTES:
                     yield extent
                     extent = []
             extent.append(piece)
@@ -196,6 +197,32 @@ class SegmentFormat:
         self._fixed.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
         return good
 
+    def decode_small(self, stored: Bytes, crc: int, out: Array) -> bool:
+        """Verify and decode one small chunk; for one that is not, ``decode_layers`` costs less.
+
+        Args:
+            stored: Payload and checksum.
+            crc: What the checksum must be.
+            out: Where to: one layer, or a page of one layer.
+        """
+        payload = stored[:-4]
+        if crc32c(payload) != crc or stored[-4:].tobytes() != crc.to_bytes(4, "little"):
+            return False
+        self.codec.decode(self.spec, payload, out if out.ndim == 4 else out[0])
+        return True
+
+    def decode_layers(self, stored: Bytes, crcs: LayerCrcs, memory: PageMemory) -> bool:
+        """Verify and decode consecutive layers of one page, of which all chunks have one size.
+
+        Args:
+            stored: Payload and checksum of each.
+            crcs: What the checksums must be, ``(1, layer)``.
+            memory: Where the first of them goes.
+        """
+        good = np.ones(1, np.bool_)
+        self._fixed.unpack(self.spec, stored, _AT_START, crcs.shape[1], memory, crcs, good)
+        return bool(good[0])
+
     def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: LayerCrcs) -> None:
         size = self.geometry.page_nbytes
         at_once = min(max(1, _WRITE_NBYTES // size), len(crcs))
@@ -225,7 +252,10 @@ class SegmentFormat:
             trailer = int.from_bytes(chunk[-4:].tobytes(), "little")
             if len(chunk) < 4 or not trailer == crcs[layer] == crc32c(chunk[:-4]):
                 return False
-            self.codec.decode(self.spec, chunk[:-4], layers[layer])
+            try:
+                self.codec.decode(self.spec, chunk[:-4], layers[layer])
+            except ValueError:
+                return False
         return True
 
     def _pieces_of_pages(
@@ -251,7 +281,7 @@ def transfer_buffer(nbytes: int) -> Bytes:
     """The calling thread's transfer buffer, valid until its next call."""
     buffer: Bytes | None = getattr(_buffers, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
-        buffer = np.empty(max(nbytes, _WRITE_NBYTES), np.uint8)
+        buffer = aligned(max(nbytes, _WRITE_NBYTES))
         _buffers.buffer = buffer
     return buffer[:nbytes]
 

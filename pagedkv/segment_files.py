@@ -35,6 +35,7 @@ class SegmentFiles:
     def __init__(self, *, direct: bool = False) -> None:
         self._direct = direct
         self._lock = threading.Lock()
+        self._is_closed = False
         self._open: OrderedDict[Hashable, OpenFile] = OrderedDict()
 
     def take(self, name: Hashable, path: Path) -> OpenFile:
@@ -54,7 +55,9 @@ class SegmentFiles:
         fd = files.open_file(path, direct=self._direct)
         with self._lock:
             file = self._open.get(name)
-            if file is None:
+            if self._is_closed:
+                file = OpenFile(fd, is_kept=False)
+            elif file is None:
                 file = self._open[name] = OpenFile(fd)
                 if len(self._open) > MAX_OPEN:
                     self._drop(self._open.popitem(last=False)[1])
@@ -89,6 +92,7 @@ class SegmentFiles:
     def close(self) -> None:
         """Close all files, each when its last reader is done."""
         with self._lock:
+            self._is_closed = True
             while self._open:
                 self._drop(self._open.popitem()[1])
 

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,14 @@ from pagedkv.errors import (
     CorruptPageError,
     PageNotFoundError,
     StoreError,
+    StoreFullError,
 )
 from pagedkv.format import (
     CATALOG,
     PackedRows,
     PageEntry,
     StoreRow,
+    lane_name,
     unpack_row,
 )
 from pagedkv.header import StoreHeader
@@ -37,7 +39,7 @@ from pagedkv.lane import LaneGroup, Segment
 from pagedkv.lane_lock import LaneLock
 from pagedkv.memory import Numbers, PageArrays
 from pagedkv.page_reader import PageReader
-from pagedkv.reclaim import CollectReport
+from pagedkv.reclaim import CollectReport, Keep
 from pagedkv.row_reader import RowReader
 from pagedkv.row_writer import RowWriter
 from pagedkv.segment_sources import NewPages
@@ -47,6 +49,8 @@ from pagedkv.spec import KVSpec, PageKey, parse_nbytes
 logger = logging.getLogger("pagedkv")
 
 Array = npt.NDArray[Any]
+
+_MAX_ROUNDS = 3
 
 
 class PageStore:
@@ -62,33 +66,30 @@ class PageStore:
         header: StoreHeader,
         lane_lock: LaneLock | None,
         *,
-        read_timeout: float | None,
+        read_deadline: float | None,
         read_threads: int,
         direct: bool,
     ) -> None:
         self.path = path
         self.lane_lock = lane_lock
         self._header = header
-        self._space = Space(f"the store {path}", header.max_nbytes)
         self._contents = Contents(path, header)
         self._files = PageReader(num_threads=read_threads, direct=direct)
         self._rows = RowReader(self._contents, self._files)
-        self._read_timeout = read_timeout
+        self._read_deadline = read_deadline
         self._lock = threading.Lock()
         self._no_writers = threading.Condition(self._lock)
         self._num_writers = 0
         self._closed = ""
+        self._writer: RowWriter | None = None
         with files.translated(path, "open the store"):
-            self._contents.load_all()
-            for (lane, _), group in self._contents.groups.items():
-                if lane == self.own_lane:
-                    group.prepare()
-                self._space.count(group.measure())
-        self._writer = (
-            None
-            if lane_lock is None
-            else RowWriter(self._contents, self._space, self._files, lane_lock.lane)
-        )
+            if lane_lock is None:
+                self._space = Space.reading(path, header)
+                self._contents.load_all()
+            else:
+                self._space = Space.open(path, header, lane_lock.lane, lane_lock.holder())
+                self._contents.load_all()
+                self._prepare(lane_lock.lane)
         open_stores.add(self)
 
     @classmethod
@@ -101,7 +102,7 @@ class PageStore:
         codec: Codec | str | None = None,
         max_nbytes: int | str | None = None,
         store_tokens: bool = True,
-        read_timeout: float | None = 60.0,
+        read_deadline: float | None = 60.0,
         read_threads: int = 4,
         direct: bool = False,
     ) -> "PageStore":
@@ -116,7 +117,7 @@ class PageStore:
                 with mode ``"r"``.
             store_tokens: Keep token ids in the catalogue. False keeps them out; so does a store
                 that was made with False, whatever is asked for here.
-            read_timeout: Seconds after which a read that hangs in the system is given up with
+            read_deadline: Seconds after which a read that hangs in the system is given up with
                 ``StoreTimeoutError``; None waits for ever.
             read_threads: Requests to the disk that are in flight at once. What lies in the page
                 cache is read by the caller's own thread.
@@ -130,7 +131,7 @@ class PageStore:
             StoreError: There is no store, or no folder that can be one; the path is named.
             ValueError: An argument is out of range.
         """
-        _check_options(mode, read_timeout, read_threads)
+        _check_options(mode, read_deadline, read_threads)
         specs = _as_specs(spec)
         bound = None if max_nbytes is None else parse_nbytes(max_nbytes)
         chosen = None if codec is None else get_codec(codec)
@@ -145,16 +146,17 @@ class PageStore:
             header = root.create(place, wanted)
         header.require_match(specs, chosen, f"the store {place}")
         make = functools.partial(
-            cls, place, read_timeout=read_timeout, read_threads=read_threads, direct=direct
+            cls, place, read_deadline=read_deadline, read_threads=read_threads, direct=direct
         )
         if mode == "r":
             return make(header, None)
         with open_stores.opening, files.translated(place, "write to the store"):
             open_stores.require_no_writer(place)
-            lane_lock = LaneLock.take(place)
+            with files.locked(place):  # nobody measures lanes without an owner meanwhile
+                lane_lock = LaneLock.take(place)
             try:
                 root.mend(place, header)
-                lane_lock.prepare(header)
+                lane_lock.clean()
                 if bound is not None and bound != header.max_nbytes:
                     root.set_max_nbytes(place, bound)
                     header = replace(header, max_nbytes=bound)
@@ -226,19 +228,7 @@ class PageStore:
         """Bytes of scratch files on disk, as the cache reports them; counted in ``nbytes``."""
         return self._space.scratch_nbytes
 
-    @scratch_nbytes.setter
-    def scratch_nbytes(self, nbytes: int) -> None:
-        self._check_open()
-        self._space.scratch_nbytes = nbytes
-
-    def reserve(self, nbytes: int) -> None:
-        """Raise ``StoreFullError`` if the store's bound has no room for ``nbytes`` more."""
-        self._check_open()
-        self._space.require(nbytes)
-
-    def make_room(
-        self, nbytes: int, keep: Callable[[], Collection[StoreRow]] | None = None
-    ) -> None:
+    def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
         """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.
 
         It does what it can; ``reserve_scratch`` and ``write`` say whether that is enough.
@@ -323,7 +313,7 @@ class PageStore:
         pages: Sequence[Array] | Array,
         *,
         at: Numbers | None = None,
-        keep: Callable[[], Collection[StoreRow]] | None = None,
+        keep: Keep | None = None,
     ) -> list[StoreRow]:
         """Store pages of one spec; they are durable when this returns.
 
@@ -340,7 +330,7 @@ class PageStore:
             pages: Arrays of ``spec.page_shape`` and the spec's dtype, maybe strided; or one array
                 whose first axis is the page.
             at: For one array, the places of its first axis; all of them by default.
-            keep: Called if room must be made: rows that must not be given up.
+            keep: Called if room must be made: group and key of pages that must not be given up.
 
         Returns:
             Where each page is.
@@ -360,29 +350,19 @@ class PageStore:
             entry.check(spec)
         keys, index = [entry.key for entry in entries], self._contents.indexes[group]
         packed = index.get_many(keys)
-        fresh = {entries[n].key: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
-        if fresh:
-            numbers = sorted(fresh.values())
-            chosen = [entries[number] for number in numbers]
-            if any(entry.num_tokens < spec.page_tokens for entry in chosen):
-                tails = [
-                    _without_rest(spec, entry, arrays.page(number))
-                    for entry, number in zip(chosen, numbers, strict=True)
-                ]
-                arrays = PageArrays(tails, None, spec.page_shape, spec.np_dtype, "a page")
-            elif len(numbers) < len(entries):
-                arrays = arrays.part(np.array(numbers))
+        if (packed < 0).any():
             arrays.fill()
-            source = NewPages(
-                self._contents.formats[group],
-                chosen,
-                arrays,
-                store_tokens=self._header.store_tokens,
-            )
+        for _ in range(_MAX_ROUNDS):
+            if not (packed < 0).any():
+                return [unpack_row(row) for row in packed.tolist()]
+            fresh = {keys[n]: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
+            source = self._source(group, entries, arrays, sorted(fresh.values()))
             with self._writing(), files.translated(self.path, "write pages to"):
-                writer.write(group, source, keep)
-            packed = index.get_many(keys)
-        return [unpack_row(row) for row in packed.tolist()]
+                writer.write(group, source, _with(keep, group, keys))
+            packed = index.get_many(keys)  # a page may have been given up meanwhile, to make room
+        raise StoreFullError(
+            f"the store {self.path} gives up pages as fast as they are written: raise max_nbytes"
+        )
 
     def read(
         self,
@@ -390,7 +370,7 @@ class PageStore:
         out: Sequence[Array] | Array,
         *,
         at: Numbers | None = None,
-        timeout: float | None = None,
+        deadline: float | None = None,
     ) -> None:
         """Read whole pages; every layer is verified.
 
@@ -399,7 +379,8 @@ class PageStore:
             out: For each an array of its spec's ``page_shape`` and dtype, maybe strided; or one
                 array whose first axis is the page, for pages of one spec.
             at: For one array, the places of its first axis; from its beginning by default.
-            timeout: Seconds after which to give up; the store's ``read_timeout`` by default.
+            deadline: Seconds from now after which to give up; the store's ``read_deadline`` by
+                default.
 
         Raises:
             CorruptPageError: Some pages are damaged or gone. All others have been read; the store
@@ -411,7 +392,7 @@ class PageStore:
             ValueError: An ``out`` does not fit.
         """
         self._check_open()
-        self._rows.read(rows, None, out, at, timeout or self._read_timeout)
+        self._rows.read(rows, None, out, at, self._deadline(deadline))
 
     def read_layer(
         self,
@@ -420,7 +401,7 @@ class PageStore:
         out: Sequence[Array] | Array,
         *,
         at: Numbers | None = None,
-        timeout: float | None = None,
+        deadline: float | None = None,
     ) -> None:
         """Read one layer of each page, as ``read`` does.
 
@@ -430,10 +411,10 @@ class PageStore:
             out: For each row an array of its spec's ``layer_shape`` and dtype, maybe strided; or
                 one array of them.
             at: As for ``read``.
-            timeout: As for ``read``.
+            deadline: As for ``read``.
         """
         self._check_open()
-        self._rows.read(rows, layer, out, at, timeout or self._read_timeout)
+        self._rows.read(rows, layer, out, at, self._deadline(deadline))
 
     def touch(self, rows: Iterable[StoreRow]) -> None:
         """Count pages as used now, though they were not read."""
@@ -467,13 +448,14 @@ class PageStore:
         open_stores.discard(self)
         self._files.close()
         if self.lane_lock is not None:
-            try:
-                with files.translated(self.path, "close the store"):
+            with files.translated(self.path, "close the store"):
+                try:
                     for (lane, _), group in self._contents.groups.items():
                         if lane == self.lane_lock.lane:
                             group.trim()
-            finally:
-                self.lane_lock.release()
+                    self._space.close()
+                finally:
+                    self.lane_lock.release()
 
     def abandon(self) -> None:
         """In a forked child: leave everything to the parent."""
@@ -497,6 +479,38 @@ class PageStore:
         with self._contents.lock:
             self._space.check_invariants()
             self._contents.check_invariants()
+
+    def _prepare(self, lane: int) -> None:
+        """Make the own lane ready to be written."""
+        groups = [self._contents.groups[lane, number] for number in range(len(self.specs))]
+        nbytes = sum(group.missing_nbytes() for group in groups)
+        self._space.reserve(nbytes)
+        try:
+            for group in groups:
+                group.prepare()
+            # Their own names last, so that what is committed later hangs on to the root.
+            files.sync_dir(self.path / lane_name(lane))
+            files.sync_dir(self.path)
+        finally:
+            self._space.measure(nbytes)
+        self._writer = RowWriter(self._contents, self._space, self._files, lane)
+
+    def _source(
+        self, group: int, entries: Sequence[PageEntry], arrays: PageArrays, numbers: list[int]
+    ) -> NewPages:
+        """Those of the pages, with zeros behind the tokens of tails."""
+        form = self._contents.formats[group]
+        spec, chosen = form.spec, [entries[number] for number in numbers]
+        if any(entry.num_tokens < spec.page_tokens for entry in chosen):
+            tails = [
+                _without_rest(spec, entry, arrays.page(number))
+                for entry, number in zip(chosen, numbers, strict=True)
+            ]
+            arrays = PageArrays(tails, None, spec.page_shape, spec.np_dtype, "a page")
+            arrays.fill()
+        elif len(numbers) < len(entries):
+            arrays = arrays.part(np.array(numbers))
+        return NewPages(form, chosen, arrays, store_tokens=self._header.store_tokens)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -527,6 +541,9 @@ class PageStore:
             raise StoreError(f"the store {self.path} was opened read-only (mode='r')")
         return self._writer
 
+    def _deadline(self, deadline: float | None) -> float | None:
+        return self._read_deadline if deadline is None else deadline
+
     def _check_group(self, group: int) -> int:
         if not 0 <= group < len(self.specs):
             raise ValueError(f"group is {group}: the store has {len(self.specs)} specs")
@@ -537,13 +554,13 @@ class PageStore:
             raise ClosedError(self._closed)
 
 
-def _check_options(mode: str, read_timeout: float | None, read_threads: int) -> None:
+def _check_options(mode: str, read_deadline: float | None, read_threads: int) -> None:
     if sys.platform == "win32":
         raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
     if mode not in ("a", "r"):
         raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
-    if read_timeout is not None and not read_timeout > 0:
-        raise ValueError(f"read_timeout is {read_timeout!r}: give seconds, or None for ever")
+    if read_deadline is not None and not read_deadline > 0:
+        raise ValueError(f"read_deadline is {read_deadline!r}: give seconds, or None for ever")
     if as_int("read_threads", read_threads) < 1:
         raise ValueError(f"read_threads is {read_threads}: at least one thread must read")
 
@@ -554,6 +571,12 @@ def _as_specs(spec: KVSpec | Sequence[KVSpec] | None) -> tuple[KVSpec, ...] | No
         if not isinstance(one, KVSpec):
             raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
     return specs
+
+
+def _with(keep: Keep | None, group: int, keys: Iterable[PageKey]) -> Keep:
+    """``keep``, and these pages."""
+    own = {(group, key) for key in keys}
+    return (lambda: own) if keep is None else (lambda: own | set(keep()))
 
 
 def _without_rest(spec: KVSpec, entry: PageEntry, page: Array) -> Array:

@@ -4,8 +4,8 @@ Memory is named by address, an int64, of any alignment unless said otherwise. ``
 float32 numbers in registers; they and all else here are generic LLVM, which compiles for any
 processor, except the checksum step, which needs SSE4.2 or the CRC extension of ARMv8.
 
-numba's cache of a kernel looks at the date of the kernel's own module only: who changes this module
-deletes ``pagedkv/__pycache__``.
+numba's cache of a kernel looks at the date of the kernel's own module only: who changes this one,
+or another that ``pagedkv.kernels`` is made of, deletes ``pagedkv/__pycache__``.
 """
 
 from collections.abc import Callable
@@ -160,7 +160,10 @@ def prefetch(_: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], _I8)
         read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+        arguments = [pointer, read, keep, data]
+        kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        builder.call(function, arguments)
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -172,12 +175,21 @@ def copy(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
 
     def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
         pointers = [_pointer(builder, address, _I8) for address in args[:2]]
-        volatile = ir.Constant(ir.IntType(1), 0)
-        arguments = [*pointers, args[2], volatile]
-        _call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), arguments)
+        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy_line(_: Any, target: Any, source: Any) -> Any:
+    """Copy 64 bytes."""
+
+    def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
+        _copy_line(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -185,12 +197,9 @@ def stream_line(_: Any, target: Any, source: Any) -> Any:
     """Copy 64 bytes past the caches; ``target`` is a multiple of 32. Ends with ``fence``."""
 
     def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
-        half = ir.VectorType(_I64, 4)
-        pointers = [_pointer(builder, address, half) for address in args]
-        places = [[builder.gep(p, [ir.Constant(_I64, i)]) for i in range(2)] for p in pointers]
-        values = [builder.load(place, align=1) for place in places[1]]
-        for value, place in zip(values, places[0], strict=True):
-            _mark_streaming(builder, builder.store(value, place, align=32))
+        for store in _copy_line(builder, *args):
+            store.align = 32
+            _mark_streaming(builder, store)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -268,7 +277,7 @@ def load_part(_: Any, address: Any, count: Any, dtype: Any) -> Any:
         element, size = _NUMBERS[dtype.dtype]
         buffer = cgutils.alloca_once(builder, _vector(element))
         builder.store(ir.Constant(_vector(element), None), buffer)
-        _copy_items(builder, buffer, _pointer(builder, args[0], _I8), args[1], size)
+        cgutils.raw_memcpy(builder, buffer, _pointer(builder, args[0], _I8), args[1], size)
         return _widen(builder, builder.load(buffer), dtype.dtype)
 
     return floats(types.int64, types.int64, dtype), codegen
@@ -330,7 +339,7 @@ def load_int8_part(_: Any, address: Any, count: Any) -> Any:
     def codegen(_: Any, builder: Any, __: Any, args: Any) -> Any:
         buffer = cgutils.alloca_once(builder, _vector(_I8))
         builder.store(ir.Constant(_vector(_I8), None), buffer)
-        _copy_items(builder, buffer, _pointer(builder, args[0], _I8), args[1], 1)
+        cgutils.raw_memcpy(builder, buffer, _pointer(builder, args[0], _I8), args[1], 1)
         integers = builder.sext(builder.load(buffer), _vector(_I32))
         return builder.sitofp(integers, _vector(_F32))
 
@@ -413,7 +422,7 @@ def largest_bits(_: Any, value: Any) -> Any:
 
 @intrinsic
 def scales(_: Any, largest: Any, top: Any, step: Any) -> Any:
-    """Scales of groups whose largest magnitudes are given: see ``pagedkv.codec.Int8``.
+    """Scales of groups whose largest magnitudes are given: see ``pagedkv.int8.Int8``.
 
     Bits of bfloat16 from ``top`` on are raised by ``step``.
     """
@@ -459,17 +468,19 @@ def _round(builder: Any, value: Any) -> Any:
     return builder.trunc(moved, _vector(_I8))
 
 
-def _copy_items(builder: Any, target: Any, source: Any, count: Any, size: int) -> None:
-    pointers = [builder.bitcast(pointer, _I8.as_pointer()) for pointer in (target, source)]
-    nbytes = builder.mul(count, ir.Constant(_I64, size))
-    arguments = [*pointers, nbytes, ir.Constant(ir.IntType(1), 0)]
-    _call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), arguments)
-
-
 def _store_items(builder: Any, address: Any, numbers: Any, count: Any, size: int) -> None:
     buffer = cgutils.alloca_once(builder, numbers.type)
     builder.store(numbers, buffer)
-    _copy_items(builder, _pointer(builder, address, _I8), buffer, count, size)
+    cgutils.raw_memcpy(builder, _pointer(builder, address, _I8), buffer, count, size)
+
+
+def _copy_line(builder: Any, target: Any, source: Any) -> list[Any]:
+    """Copy 64 bytes; return the two stores."""
+    half = ir.VectorType(_I64, 4)
+    pointers = [_pointer(builder, address, half) for address in (target, source)]
+    places = [[builder.gep(p, [ir.Constant(_I64, i)]) for i in range(2)] for p in pointers]
+    values = [builder.load(place, align=1) for place in places[1]]
+    return [builder.store(v, place, align=1) for v, place in zip(values, places[0], strict=True)]
 
 
 def _mark_streaming(builder: Any, store: Any) -> None:

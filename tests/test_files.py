@@ -217,3 +217,15 @@ def test_the_stamp_of_a_file_changes_when_it_is_replaced(tmp_path: Path) -> None
     assert files.stamp(path) == before
     files.write_atomic(path, [b"newer"])
     assert files.stamp(path) != before
+
+
+def test_overwrite_replaces_bytes_in_the_middle_and_follows_no_link(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    files.overwrite(path, b"ab", 4)
+    assert path.read_bytes() == b"0123ab6789"
+    (tmp_path / "link").symlink_to(path)
+    for name in ("link", "missing"):
+        with pytest.raises(OSError):
+            files.overwrite(tmp_path / name, b"ab", 0)
+    assert path.read_bytes() == b"0123ab6789"

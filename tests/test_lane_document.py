@@ -7,6 +7,8 @@ import pytest
 
 from pagedkv import files, lane_document
 
+GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {%s}}'
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -93,3 +95,44 @@ def test_a_change_that_fails_leaves_the_old_document_and_nothing_beside_it(
         lane_document.update(path, 0, {"claimed_nbytes": 6}, sync=False)
     assert lane_document.read(path, 0) == before
     assert sorted(os.listdir(path)) == ["lane-0000"]
+
+
+def test_a_claim_is_overwritten_in_place_whatever_its_size(path: Path) -> None:
+    document = path / "lane-0000" / "zarr.json"
+    lane_document.update(path, 0, {"header": {"claimed_nbytes": 1}, "title": "ü"}, sync=False)
+    lane_document.claim(path, 0, 5)
+    inode, size = document.stat().st_ino, document.stat().st_size
+    for claim in (0, 10**19, 7, 10**12):
+        made = lane_document.claim(path, 0, claim)
+        assert made == lane_document.read(path, 0)
+        assert made.attributes == {
+            "claimed_nbytes": claim,
+            "header": {"claimed_nbytes": 1},
+            "title": "ü",
+        }
+        assert (document.stat().st_ino, document.stat().st_size) == (inode, size)
+    lane_document.update(path, 0, {"title": "x"}, sync=False)
+    assert lane_document.read(path, 0).claimed_nbytes == 10**12
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"claimed_nbytes": 12345678901234567890',
+        GROUP % b'"claimed_nbytes": 1                   , "pagedkv": {"claimed_nbytes": 1    }',
+        GROUP % b'"pagedkv": {"claimed_nbytes": 1}',
+        GROUP
+        % (b'"title": "%s", "pagedkv": {"claimed_nbytes": 1                   }' % (500 * b"x")),
+    ],
+)
+def test_a_claim_without_a_place_of_its_own_gets_one(path: Path, content: bytes) -> None:
+    document = path / "lane-0000" / "zarr.json"
+    document.write_bytes(content)
+    lane_document.claim(path, 0, 77)
+    assert lane_document.read(path, 0).claimed_nbytes == 77
+    assert b'"claimed_nbytes": 77                  ' in document.read_bytes()[:100]
+    inode = document.stat().st_ino
+    lane_document.claim(path, 0, 78)
+    assert lane_document.read(path, 0).claimed_nbytes == 78
+    assert document.stat().st_ino == inode

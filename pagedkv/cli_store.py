@@ -303,6 +303,14 @@ def _info_tables(result: "StoreInfo") -> "Iterator[Table]":
             format_nbytes(lane.nbytes),
         )
     yield table
+    if result.evictions:
+        table = Table(title="last evictions")
+        for column in ("page", "time", "reason"):
+            table.add_column(column)
+        for page in result.evictions:
+            reason = page.reason.name.lower().replace("_", " ")
+            table.add_row(page.key.hex()[:16], _time(page.time_ns), reason)
+        yield table
 
 
 def _run_line(run: "PageRun") -> str:

@@ -2,7 +2,8 @@
 
 Every figure is a median of rounds in which the store and the plain file take turns. The plain file
 is what one would write without a store: the pages' bytes one after another and one ``fsync``, read
-back into the same memory with as many threads, nothing checked.
+back into the same memory, nothing checked. As the store does, one thread reads what is in memory,
+and several read from the disk.
 """
 
 import functools
@@ -217,7 +218,7 @@ class _Bench:
                 lambda: rows.extend(store.write(0, self.entries, self.pages, at=self.at)),
             )
 
-            def read(order: Numbers) -> None:
+            def read(order: Numbers, _: int) -> None:
                 for batch in self._batches(order):
                     store.read([rows[n] for n in batch.tolist()], self.out, at=_first(batch))
 
@@ -236,9 +237,9 @@ class _Bench:
                 for place, page in enumerate(pages.tolist(), first):
                     files.pread_into(fd, memory[place], page * size)
 
-            def read(order: Numbers) -> None:
+            def read(order: Numbers, num_threads: int) -> None:
                 for batch in self._batches(order):
-                    share = -(-len(batch) // NUM_THREADS)
+                    share = -(-len(batch) // num_threads)
                     firsts = range(0, len(batch), share)
                     parts = [batch[first : first + share] for first in firsts]
                     list(self._threads.map(read_part, parts, firsts))
@@ -255,13 +256,13 @@ class _Bench:
             temp.replace(path)
         files.sync_dir(path.parent)
 
-    def _reads(self, who: str, read: Callable[[Numbers], None], paths: list[Path]) -> None:
+    def _reads(self, who: str, read: Callable[[Numbers, int], None], paths: list[Path]) -> None:
         in_order = np.arange(len(self.at))
-        read(in_order)  # so that all of it is in memory
-        self._timed(who, "warm read", lambda: read(in_order))
+        read(in_order, 1)  # so that all of it is in memory
+        self._timed(who, "warm read", lambda: read(in_order, 1))
         for path in paths:
             _drop_cached(path)
-        self._timed(who, "cold read", lambda: read(self.order))
+        self._timed(who, "cold read", lambda: read(self.order, NUM_THREADS))
 
 
 def _first(batch: Numbers) -> Numbers:

@@ -9,11 +9,15 @@ import numpy as np
 
 from pagedkv import files
 from pagedkv.catalog import HAS_TOKENS, IS_TAIL
-from pagedkv.format import FORMAT_VERSION, lane_name
+from pagedkv.evictions import EvictedPage, EvictionRing
+from pagedkv.format import EVICTED, FORMAT_VERSION, group_name, lane_name
+from pagedkv.header import StoreHeader
 from pagedkv.lane_access import is_in_use
 from pagedkv.lane_lock import holder_of, lanes_of
 from pagedkv.spec import KVSpec
 from pagedkv.stored_pages import PrefixTree, StoredPages, read_store
+
+_NUM_EVICTIONS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,7 @@ class StoreInfo:
         num_torn_chunks: Segments left out: their catalogue chunk is torn (``pagedkv verify``).
         groups: Its layer groups.
         lanes: Its lanes.
+        evictions: The pages that left it last, newest first.
     """
 
     path: str
@@ -99,6 +104,7 @@ class StoreInfo:
     num_torn_chunks: int
     groups: tuple[GroupInfo, ...]
     lanes: tuple[LaneInfo, ...]
+    evictions: tuple[EvictedPage, ...]
 
     @property
     def fill(self) -> float | None:
@@ -115,6 +121,7 @@ def store_info(path: str | os.PathLike[str]) -> StoreInfo:
     """
     place, header, groups = read_store(path)
     with files.translated(place, "read the store"):
+        evictions = _last_evictions(place, header)
         lanes = tuple(_lane_info(place, lane, groups) for lane in lanes_of(place))
         nbytes = files.tree_nbytes(place)
     created = np.concatenate([pages.created_ns for pages in groups])
@@ -130,6 +137,7 @@ def store_info(path: str | os.PathLike[str]) -> StoreInfo:
         num_torn_chunks=sum(pages.num_torn_chunks for pages in groups),
         groups=tuple(_group_info(pages) for pages in groups),
         lanes=lanes,
+        evictions=evictions,
     )
 
 
@@ -151,6 +159,16 @@ def _group_info(pages: StoredPages) -> GroupInfo:
         kv_nbytes=pages.kv_nbytes,
         dead_nbytes=pages.dead_nbytes,
     )
+
+
+def _last_evictions(place: Path, header: StoreHeader) -> tuple[EvictedPage, ...]:
+    found: list[EvictedPage] = []
+    for lane in lanes_of(place):
+        for spec in header.specs:
+            path = place / lane_name(lane) / group_name(spec) / EVICTED
+            found += EvictionRing(path).entries()
+    found.sort(key=lambda page: page.time_ns, reverse=True)
+    return tuple(found[:_NUM_EVICTIONS])
 
 
 def _lane_info(place: Path, lane: int, groups: list[StoredPages]) -> LaneInfo:

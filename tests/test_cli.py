@@ -282,7 +282,11 @@ def test_gc_gives_up_pages_until_the_store_is_small_enough(
     assert run("gc", store, "--max-size", "lots", monkeypatch=monkeypatch) == 2
     assert "'lots' is no byte size" in capsys.readouterr().err
     assert run("verify", store, monkeypatch=monkeypatch) == 0
+    capsys.readouterr()
     assert run("info", store, monkeypatch=monkeypatch) == 0
+    assert "last evictions" in capsys.readouterr().out
+    assert run("info", store, "--json", monkeypatch=monkeypatch) == 0
+    assert len(json.loads(capsys.readouterr().out)["evictions"]) == 10
 
 
 def test_gc_that_cannot_free_enough_is_status_1(

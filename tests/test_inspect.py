@@ -80,6 +80,19 @@ def test_info_counts_pages_bytes_and_lanes(path: Path) -> None:
     assert lane.last_writer.startswith("process ")
 
 
+def test_info_tells_what_was_evicted_last(path: Path) -> None:
+    assert store_info(path).evictions == ()
+    with PageStore.open(path) as store:
+        store.collect("1KiB")
+    evictions = store_info(path).evictions
+    assert len(evictions) == 10
+    known = {entry.key for entry in (*MAIN, *OTHER, TAIL, OPAQUE, *ORPHANS)}
+    assert {page.key for page in evictions} <= known
+    assert [page.time_ns for page in evictions] == sorted(
+        (page.time_ns for page in evictions), reverse=True
+    )
+
+
 def test_info_tells_who_writes_and_counts_copies(path: Path) -> None:
     with PageStore.open(path) as store:
         assert store_info(path).lanes[0].is_held

@@ -1,3 +1,4 @@
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -380,7 +381,7 @@ def test_a_plan_reads_every_layer_once_in_pieces_of_bounded_size(
         assert all(piece.nbytes <= largest for piece in extent)
         total = extent[-1].offset + extent[-1].nbytes - extent[0].offset
         assert len(extent) == 1 or total <= 4 * piece_nbytes
-        for one, other in zip(extent, extent[1:], strict=False):
+        for one, other in itertools.pairwise(extent):
             assert other.offset - one.offset - one.nbytes <= gap_nbytes
 
 

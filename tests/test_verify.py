@@ -16,6 +16,7 @@ from store_samples import (
     make_entries,
     make_pages,
     make_spec,
+    python,
     same_bits,
 )
 
@@ -553,3 +554,42 @@ def test_a_page_that_compressed_well_is_found_by_its_record(tmp_path: Path) -> N
     assert verify_store(path, repair=True).is_clean
     assert verify_store(path).findings == ()
     assert served(path) == without(6)
+
+
+CHURN = """
+import sys
+from store_samples import make_entries, make_pages, make_spec
+from pagedkv.store import PageStore
+
+spec = make_spec()
+with PageStore.open(sys.argv[1]) as store:
+    pages = make_pages(spec, 6)
+    print("ready", flush=True)
+    for start in range(int(sys.argv[2]), 10**6, 6):
+        store.write(0, make_entries(spec, 6, start), pages)
+"""
+
+
+def test_a_store_in_which_others_write_and_evict_is_clean(tmp_path: Path) -> None:
+    path = tmp_path / "cache.zarr"
+    PageStore.open(path, SPEC, max_nbytes="2MiB").close()
+    writers = [python(CHURN, path, start) for start in (0, 10**5)]
+    try:
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        for _ in range(10):
+            report = verify_store(path)
+            assert report.findings == ()
+            assert report.foreign == ()
+            assert report.num_good_pages == report.num_pages
+            assert verify_store(path, repair=True).findings == ()
+        assert report.busy_lanes == (0, 1)
+        assert all(writer.poll() is None for writer in writers)
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    assert EvictionRing(path / GROUP / EVICTED).entries()
+    assert verify_store(path, repair=True).is_clean
+    assert verify_store(path).findings == ()

@@ -12,6 +12,8 @@ from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
 
+_SMALL_PAGE_NBYTES = 4096
+
 
 def check_pages(name: str, pages: Array, num_pages: int, spec: KVSpec, *, finite: bool) -> None:
     """Raise unless ``pages`` is an array ``(page, layer, kind, token, head, channel)`` of the spec.
@@ -63,6 +65,22 @@ def check_kinds(
         if finite:
             check_finite(values, name)
     return arrays
+
+
+def copy_pages(to: Array, places: Sequence[int], source: Array, at: Sequence[int]) -> None:
+    """Copy ``source[at[i]]`` to ``to[places[i]]``, for every i.
+
+    Args:
+        to: Pages, ``(page, layer, kind, token, head, channel)``, maybe strided.
+        places: Where in ``to``; each at most once.
+        source: Pages, likewise.
+        at: Which of them; as many as ``places``.
+    """
+    if len(places) > 1 and to[0].nbytes <= _SMALL_PAGE_NBYTES:
+        to[places] = source[at]  # one copy more, but no loop in Python
+    else:
+        for place, number in zip(places, at, strict=True):
+            to[place] = source[number]
 
 
 def as_int(name: str, value: Any) -> int:

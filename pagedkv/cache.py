@@ -24,6 +24,7 @@ from pagedkv.policy import LRU, EvictionPolicy
 from pagedkv.pool import SlotPool
 from pagedkv.prefix import PageKeys, as_tokens, check_extra, check_salt, page_keys
 from pagedkv.residency import Residency
+from pagedkv.room import Room
 from pagedkv.sequence import Extra, Sequence
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.stats import CacheStats, Counters
@@ -82,22 +83,27 @@ class PagedKVCache:
         self.store = store
         self.writes_through = write_policy == "write-through"
         self.needs_finite = store is not None and not store.codec.lossless
-        self._lock = threading.Condition(threading.Lock())
+        self._lock = threading.Condition(threading.RLock())
         self._counters = Counters()
         self._groups = [
             LayerGroup(
-                Mover(
-                    number,
-                    Residency(
-                        spec=group_spec,
-                        pool=SlotPool(
-                            group_spec, counts[number], _pool_path(pool_path, self.specs, number)
+                Room(
+                    Mover(
+                        number,
+                        Residency(
+                            spec=group_spec,
+                            pool=SlotPool(
+                                group_spec,
+                                counts[number],
+                                _pool_path(pool_path, self.specs, number),
+                            ),
+                            policy=copy.deepcopy(ranking),
+                            lock=self._lock,
+                            counters=self._counters,
                         ),
-                        policy=copy.deepcopy(ranking),
-                        lock=self._lock,
-                        counters=self._counters,
-                    ),
-                    store,
+                        store,
+                        self._pages_in_use,
+                    )
                 )
             )
             for number, group_spec in enumerate(self.specs)
@@ -108,6 +114,8 @@ class PagedKVCache:
             for local in range(group_spec.held_layers)
         ]
         self._sequences: set[Sequence] = set()
+        if store is not None and not store.read_only:
+            store.protect(self._pages_in_use)
         self._loader = Loader()
         self._pid = os.getpid()
         self.is_closed = False
@@ -287,11 +295,17 @@ class PagedKVCache:
         Without a store, or with one that is read-only, there is nothing to do.
 
         Raises:
-            StoreError: Some pages could not be written; they are still in the pool.
+            StoreError: Some pages could not be written; they are still in the pool. Or the thread
+                that writes evicted pages had failed before, and nobody was told: then all pages
+                have been written by now.
         """
         self.check_usable()
         for group in self._groups:
             group.flush()
+        untold = [group.take_untold_error() for group in self._groups]
+        for error in untold:
+            if error is not None:
+                raise error
 
     def stats(self) -> CacheStats:
         """The counters so far, and the sizes now."""
@@ -325,14 +339,24 @@ class PagedKVCache:
                 group.flush()
             except StoreFullError as error:
                 _LOG.warning("the store is full, forgetting cached pages: %s", error)
+            earlier = group.take_untold_error()
+            if earlier is not None:
+                _LOG.warning("evicted pages could not be written at first: %s", earlier)
         self.is_closed = True
-        self._loader.close()
-        for sequence in list(self._sequences):
-            sequence.close()
-        for group in self._groups:
-            group.moves.close()
-        if self.store is not None:
-            self.store.close()
+        try:
+            self._loader.close()
+            with self._lock:
+                for group in self._groups:
+                    group.room.writer.close()
+            for group in self._groups:
+                group.room.writer.join()
+            for sequence in list(self._sequences):
+                sequence.close()
+            for group in self._groups:
+                group.moves.close()
+        finally:
+            if self.store is not None:
+                self.store.close()
 
     @property
     def is_of_parent(self) -> bool:
@@ -381,6 +405,16 @@ class PagedKVCache:
         return f"<PagedKVCache: {self.num_slots} slots, store {self.store!r}>"
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _pages_in_use(self) -> set[tuple[int, PageKey]]:
+        """Group and key of the pages that live sequences hold: the store may not give them up."""
+        with self._lock:
+            return {
+                (number, key)
+                for number, group in enumerate(self._groups)
+                for key, page in group.places.index.items()
+                if page.ref_count and page.row is not None
+            }
 
     def _group_of(self, keys: Seq[PageKey], group: int | None) -> LayerGroup:
         self.check_usable()

@@ -109,7 +109,14 @@ def open_file(path: Path, *, direct: bool = False) -> int:
 
     With ``direct`` it goes past the page cache where the system can; reads must then be aligned.
     """
-    return os.open(path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK | (_DIRECT if direct else 0))
+    flags = os.O_RDONLY | _NOFOLLOW | _NONBLOCK
+    if direct and _DIRECT:
+        try:
+            return os.open(path, flags | _DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the file system does not know it
+                raise
+    return os.open(path, flags)
 
 
 def close_file(fd: int) -> None:

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from pagedkv.errors import CorruptPageError, PoolExhaustedError
 from pagedkv.format import PageEntry
 from pagedkv.keyed import KeyedPages
-from pagedkv.moves import Mover
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import Tokens
+from pagedkv.room import Room
 from pagedkv.spec import PageKey
 
 Array = npt.NDArray[Any]
@@ -24,13 +24,14 @@ class LayerGroup:
     All methods take the cache's lock themselves; page bytes are copied without it.
 
     Args:
-        moves: Moves the group's pages between the tiers.
+        room: Makes room in the group's pool.
     """
 
-    def __init__(self, moves: Mover) -> None:
-        self.moves = moves
-        self.places = places = moves.places
-        self.keyed = KeyedPages(moves)
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.moves = room.moves
+        self.places = places = room.places
+        self.keyed = KeyedPages(room)
         self.spec = places.spec
         self._lock = places.lock
         self._pool = places.pool
@@ -45,31 +46,36 @@ class LayerGroup:
         """
         with self._lock:
             run = self.keyed.hold_run(keys)
-            num_resident = sum(page.slot is not None for page in run)
+            usable: list[Page] = []
             try:
-                self.moves.promote(run, at_least=0, spare_held=True)
+                num_resident = sum(page.slot is not None for page in run)
+                self.room.promote(run, at_least=0, spare_held=True)
                 self.moves.check_stored(run)
+                usable = list(takewhile(lambda page: not page.is_lost, run))
+                self.keyed.count_hits(num_resident, len(run), len(usable), len(keys))
             except BaseException:
-                for page in reversed(run):
-                    self.places.drop_holder(page)
+                usable = []
                 raise
-            usable = list(takewhile(lambda page: not page.is_lost, run))
-            for page in reversed(run[len(usable) :]):
-                self.places.drop_holder(page)
-            self.keyed.count_hits(num_resident, len(run), len(usable), len(keys))
+            finally:
+                self.places.drop_holders(run[len(usable) :])
             return usable
 
     def share(self, pages: Sequence[Page]) -> None:
         """Hold pages once more, for a forked sequence."""
         with self._lock:
-            for page in pages:
-                self.places.add_holder(page)
+            held: list[Page] = []
+            try:
+                for page in pages:
+                    self.places.add_holder(page)
+                    held.append(page)
+            except BaseException:
+                self.places.drop_holders(held)
+                raise
 
     def release(self, pages: Sequence[Page]) -> None:
         """Give up a sequence's hold; of a prefix the root is kept longest."""
         with self._lock:
-            for page in reversed(pages):
-                self.places.drop_holder(page)
+            self.places.drop_holders(pages)
             self._lock.notify_all()
 
     def new_pages(self, count: int, after: Page | None) -> list[Page]:
@@ -84,23 +90,28 @@ class LayerGroup:
             StoreError: A page that had to leave could not be written.
         """
         with self._lock:
-            slots = self._slots_for(count, after)
+            slots = self._slots_for(count, after)[::-1]
+            records: list[int] = []
+            pages: list[Page] = []
             try:
-                records = self.moves.allocate_spill(count - len(slots))
+                records += self.moves.allocate_spill(count - len(slots))[::-1]
+                num_leading, num_spilled = max(0, len(slots) - 1), len(records)
+                for number in range(count):
+                    page = Page()
+                    self.places.add_holder(page)
+                    pages.append(page)
+                    if num_leading <= number < num_leading + num_spilled:
+                        page.spill = records.pop()
+                    else:
+                        self.places.place(page, slots.pop())
             except BaseException:
+                self.places.drop_holders(pages)
+                for record in records:
+                    self.moves.spill_file().free(record)
+                raise
+            finally:
                 for slot in slots:
                     self._pool.free(slot)
-                raise
-            pages = [Page() for _ in range(count)]
-            num_leading = max(0, len(slots) - 1)
-            homes = (*pages[:num_leading], *pages[count - min(1, len(slots)) :])
-            for page, slot in zip(homes, slots, strict=True):
-                self.places.place(page, slot)
-            without = pages[num_leading : num_leading + len(records)]
-            for page, record in zip(without, records, strict=True):
-                page.spill = record
-            for page in pages:
-                self.places.add_holder(page)
             return pages
 
     def private_copy(self, page: Page, after: Page | None) -> Page:
@@ -113,7 +124,7 @@ class LayerGroup:
         """Make a sequence's tail resident again, if a slot can be had, since it will be written."""
         with self._lock:
             self.places.wait_ready([page])
-            self.moves.promote([page], at_least=0, spare_held=False)
+            self.room.promote([page], at_least=0, spare_held=False)
 
     def read_page(self, page: Page, out: Array) -> None:
         """Copy a page of the caller's sequence into ``(layer, kind, token, head, channel)``.
@@ -122,7 +133,7 @@ class LayerGroup:
             CorruptPageError: The page is only on disk, and damaged there.
         """
         with self._lock:
-            self.places.wait_ready([page])
+            self.places.wait_readable([page])
             if page.slot is not None:
                 with self.places.copying([page]):
                     out[...] = self._view(page)
@@ -148,7 +159,7 @@ class LayerGroup:
                     page.name(key, parent, tokens, salt)
                     self.places.index[key] = page
                 return page
-            self.places.wait_ready([other])
+            self.places.wait_readable([other])
             if page.slot is None or other.slot is None or self.places.index.get(key) is not other:
                 return page
             with self.places.copying([page, other]):
@@ -188,16 +199,17 @@ class LayerGroup:
         Pages in the index are stored as such. Of the others, which are tails or private, the bytes
         are written under the key of their entry.
         """
-        assert self.moves.store is not None
         with self._lock:
             indexed = (self.places.index.get(entry.key) for entry in entries)
             self.moves.store_pages([page for page in indexed if page is not None])
         todo = [(p, e) for p, e in zip(pages, entries, strict=True) if not self.is_stored(e.key)]
-        for page, entry in todo:
-            values = np.zeros(self.spec.page_shape, dtype=self.spec.np_dtype)
-            self.read_page(page, values)
-            values[:, :, entry.num_tokens :] = 0
-            self.moves.store.write(self.moves.number, [entry], [values])
+        for start in range(0, len(todo), self.moves.batch):
+            batch = todo[start : start + self.moves.batch]
+            values = np.zeros((len(batch), *self.spec.page_shape), dtype=self.spec.np_dtype)
+            for (page, entry), page_values in zip(batch, values, strict=True):
+                self.read_page(page, page_values)
+                page_values[:, :, entry.num_tokens :] = 0
+            self.moves.write_entries([entry for _, entry in batch], list(values))
 
     def store(self, pages: Sequence[Page]) -> None:
         """Write those pages that have a key and no row to the store; durable on return."""
@@ -220,15 +232,21 @@ class LayerGroup:
         """Write every page that has a key and no row to the store; durable on return."""
         with self._lock:
             self.moves.store_pages(list(self.places.index.values()))
+            self.room.writer.resume()
+
+    def take_untold_error(self) -> BaseException | None:
+        """Why the group's writer failed first, if nobody was told yet."""
+        with self._lock:
+            return self.room.writer.take_untold_error()
 
     # -- inside ------------------------------------------------------------------------------
 
     def _slots_for(self, count: int, after: Page | None) -> list[int]:
         """Slots for a sequence: ``count``, or as many as can be had if the others can spill."""
         if not self.moves.can_write:
-            return self.moves.take_slots(count, at_least=count, spare_held=False, after=after)
+            return self.room.take_slots(count, at_least=count, spare_held=False, after=after)
         try:
-            return self.moves.take_some(count, after)
+            return self.room.take_some(count, after, forget=True)
         except PoolExhaustedError:
             return []
 
@@ -244,7 +262,7 @@ class LayerGroup:
                         self._view(page)[...] = values
                 else:
                     assert page.spill is not None
-                    with self.places.unlocked():
+                    with self.places.unlocked:
                         self.moves.spill_file().write_page(page.spill, values)
         except BaseException:
             self.release([page])

@@ -1,19 +1,23 @@
 """``KeyedPages``: the pages of one layer group by their keys."""
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
+from pagedkv.arrays import copy_pages
 from pagedkv.errors import PageNotFoundError
-from pagedkv.moves import Mover
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import PageKeys
+from pagedkv.recent import RecentKeys
+from pagedkv.room import Room
 from pagedkv.spec import PageKey
 
 Array = npt.NDArray[Any]
+
+_MATCH_AT_ONCE = 256
 
 
 class KeyedPages:
@@ -23,16 +27,18 @@ class KeyedPages:
     without it.
 
     Args:
-        moves: Moves the group's pages between the tiers.
+        room: Makes room in the group's pool.
     """
 
-    def __init__(self, moves: Mover) -> None:
-        self._moves = moves
-        self._places = moves.places
-        self._lock = moves.places.lock
-        self._pool = moves.places.pool
-        self._index = moves.places.index
-        self._counters = moves.places.counters
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._moves = room.moves
+        self._places = room.places
+        self._lock = room.places.lock
+        self._pool = room.places.pool
+        self._index = room.places.index
+        self._counters = room.places.counters
+        self._recent = RecentKeys(self._pool.num_slots)
 
     def match(self, keys: Sequence[PageKey]) -> int:
         """Length of the longest leading run of ``keys`` that any tier holds."""
@@ -44,49 +50,43 @@ class KeyedPages:
 
         Of a prefix the deepest page goes first, so that the root stays in the pool longest.
         """
-        numbers: dict[PageKey, int] = {}
-        for number, key in enumerate(keys):
-            numbers.setdefault(key, number)
-        todo = deque(numbers.values())
-        if isinstance(keys, PageKeys):
-            todo.reverse()
-        while todo:
-            with self._lock:
-                batch = self._start_put(keys, todo)
-            num_copied = 0
-            try:
-                for number, page in batch:
-                    self._view(page)[...] = pages[number]
-                    num_copied += 1
-            finally:
-                with self._lock:
-                    for _, page in batch[:num_copied]:
-                        self._places.publish(page)
-                    for _, page in batch[num_copied:]:
-                        self._places.withdraw(page)
-            if write_through:
-                with self._lock:
-                    self._moves.store_pages([page for _, page in batch])
+        first_numbers = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
+        numbers = sorted(first_numbers.values(), reverse=isinstance(keys, PageKeys))
+        size = max(1, self._pool.num_slots // 2)
+        while numbers:
+            chunk, numbers = numbers[:size], numbers[size:]
+            left = self._put_chunk(keys, chunk, pages, write_through=write_through)
+            if left:
+                numbers = left + numbers
 
-    def get(self, keys: Sequence[PageKey], out: Array) -> None:
-        """Copy pages into ``out``; ``PageNotFoundError`` names the first that no tier holds."""
+    def get(self, keys: Sequence[PageKey], out: Array, deadline: float | None = None) -> None:
+        """Copy pages into ``out``; ``PageNotFoundError`` names the first that no tier holds.
+
+        A page that only the store has is put into a free slot, if there is one. Into a full pool
+        it comes if it was read before, not long ago: reading many pages once leaves it as it is.
+
+        Args:
+            keys: Which pages.
+            out: Where to, ``(page, layer, kind, token, head, channel)``.
+            deadline: Seconds that a read of the store may take.
+        """
         with self._lock:
-            resident, absent = self._locate(keys)
-            held = [page for page in absent.values() if page.ref_count]
-            for page in held:
-                self._places.add_holder(page)
-            try:
-                with self._places.copying(list(resident.values())):
-                    for number, page in resident.items():
-                        out[number] = self._view(page)
-                self._places.touch(list(resident.values()))
-                self._counters.num_pool_hits += len(resident)
-                if absent:
-                    self._read_absent(keys, absent, out)
-            finally:
-                for page in held:
-                    self._places.drop_holder(page)
-            self._keep_copies({n: p for n, p in absent.items() if not p.ref_count}, out)
+            pages, stored, rows = self._locate(keys)
+            resident = {n: page for n, page in enumerate(pages) if page and page.slot is not None}
+            held = {n: page for n, page in enumerate(pages) if page and page.slot is None}
+            with self._places.holding(list(held.values())):
+                if resident:
+                    self._copy_out(resident, out)
+                if len(resident) < len(keys):
+                    lost = self._moves.read_rows(
+                        [keys[n] for n in stored], rows, out, np.array(stored), deadline
+                    )
+                    lost |= self._moves.read_pages(
+                        list(held.values()), [out[n] for n in held], deadline=deadline
+                    )
+                    self._check_none_lost(keys, lost, len(stored) + len(held))
+            if stored:
+                self._keep_copies(keys, stored, out)
 
     def acquire(self, keys: Sequence[PageKey]) -> list[Page]:
         """Pin the longest leading run of ``keys`` that any tier holds, all of it resident.
@@ -96,25 +96,30 @@ class KeyedPages:
         """
         with self._lock:
             run = self.hold_run(keys)
-            num_hits = sum(page.slot is not None for page in run)
+            usable: list[Page] = []
             pinned: dict[Page, None] = {}
             try:
+                num_hits = sum(page.slot is not None for page in run)
                 while absent := self._pin_resident(run, pinned):
-                    self._moves.promote(absent, at_least=len(absent), spare_held=False)
-                usable = list(takewhile(lambda page: page.slot is not None, run))
-                for page in usable:
+                    self._room.promote(absent, at_least=len(absent), spare_held=False)
+                for page in takewhile(lambda page: page.slot is not None, run):
                     self._places.pin(page)
+                    usable.append(page)
+                self.count_hits(num_hits, len(run), len(usable), len(keys))
+            except BaseException:
+                for page in usable:
+                    self._places.unpin(page)
+                raise
             finally:
                 for page in pinned:
                     self._places.unpin(page)
-                for page in reversed(run):
-                    self._places.drop_holder(page)
-            self.count_hits(num_hits, len(run), len(usable), len(keys))
+                self._places.drop_holders(run)
             return usable
 
     def readonly_view(self, page: Page) -> Array:
         """The resident page, ``(layer, kind, token, head, channel)``, not writable."""
-        view = self._view(page)
+        assert page.slot is not None
+        view = self._pool.page(page.slot)
         view.flags.writeable = False
         return view
 
@@ -132,15 +137,19 @@ class KeyedPages:
         The caller drops the holders. A page that another thread fails to load meanwhile is lost
         (``Page.is_lost``) when this returns.
         """
+        length = self._match(keys)
         run: list[Page] = []
-        for number in range(self._match(keys)):
-            page = self._index.get(keys[number])
-            if page is None:
-                page = self._stored(keys, number)
-                self._index[keys[number]] = page
-            self._places.add_holder(page)
-            run.append(page)
-        self._places.wait_ready(run)
+        try:
+            for number in range(length):
+                page = self._index.get(keys[number])
+                if page is None:
+                    page = self._index[keys[number]] = self._stored(keys, number)
+                self._places.add_holder(page)
+                run.append(page)
+            self._places.wait_readable(run)
+        except BaseException:
+            self._places.drop_holders(run)
+            raise
         return run
 
     def count_hits(self, num_resident: int, num_run: int, num_usable: int, num_keys: int) -> None:
@@ -154,7 +163,7 @@ class KeyedPages:
 
     def _pin_resident(self, run: Sequence[Page], pinned: dict[Page, None]) -> list[Page]:
         """Pin those pages that are resident, and add them to ``pinned``; those that are on disk."""
-        self._places.wait_ready(run)
+        self._places.wait_readable(run)
         rest = [page for page in dict.fromkeys(run) if page not in pinned]
         for page in rest:
             if page.slot is not None:
@@ -163,90 +172,183 @@ class KeyedPages:
         return [page for page in rest if page.slot is None and not page.is_lost]
 
     def _match(self, keys: Sequence[PageKey]) -> int:
-        return next((n for n, key in enumerate(keys) if not self._is_held(key)), len(keys))
+        """The leading run that any tier holds; other processes are asked when it ends early.
 
-    def _is_held(self, key: PageKey) -> bool:
-        """Whether a tier holds the page; one whose row was found damaged is held no more."""
-        page = self._index.get(key)
-        if page is not None and (page.slot is not None or page.spill is not None):
-            return True
-        return self._moves.find_row(key) is not None
+        The lock may have been released before the run was looked for, but not since.
+        """
+        length = self._held_run(keys)
+        if length < len(keys) and self._moves.refresh():
+            length = self._held_run(keys)
+        return length
 
-    def _start_put(self, keys: Sequence[PageKey], todo: deque[int]) -> list[tuple[int, Page]]:
-        """Give slots to the next of the numbers ``todo`` that no tier holds, and take them off."""
-        want: list[int] = []
-        while todo and len(want) < max(1, self._pool.num_slots // 2):
-            number = todo.popleft()
-            if not self._is_held(keys[number]):
-                want.append(number)
-        if not want:
-            return []
-        slots = self._moves.take_some(len(want))
-        batch: list[tuple[int, Page]] = []
-        for place, number in enumerate(want):
-            if self._is_held(keys[number]):  # another thread was faster
+    def _held_run(self, keys: Sequence[PageKey]) -> int:
+        for start in range(0, len(keys), _MATCH_AT_ONCE):
+            numbers = range(start, min(start + _MATCH_AT_ONCE, len(keys)))
+            missing = self._not_held(keys, numbers)
+            if missing:
+                return missing[0]
+        return len(keys)
+
+    def _not_held(self, keys: Sequence[PageKey], numbers: Sequence[int]) -> list[int]:
+        """Those of the numbers whose page no tier holds; a row that was damaged does not count."""
+        index = self._index
+        absent = [
+            n
+            for n in numbers
+            if (page := index.get(keys[n])) is None or (page.slot is None and page.spill is None)
+        ]
+        if not absent or self._moves.store is None:
+            return absent
+        if len(absent) == 1:
+            return absent if self._moves.find_row(keys[absent[0]]) is None else []
+        rows = self._moves.find_rows([keys[n] for n in absent])
+        return [absent[at] for at in np.flatnonzero(rows < 0).tolist()]
+
+    def _put_chunk(
+        self, keys: Sequence[PageKey], numbers: list[int], pages: Array, *, write_through: bool
+    ) -> list[int]:
+        """Add the pages of these numbers, in turn; those that are left for another try, in turn."""
+        with self._lock:
+            batch, left = self._place_new(keys, numbers)
+        if not batch:
+            return left
+        fresh = list(batch.values())
+        end = self._places.withdraw
+        try:
+            copy_pages(self._pool.by_page, [_slot(page) for page in fresh], pages, list(batch))
+            end = self._places.publish
+        finally:
+            with self._lock:
+                end(fresh)
+        if write_through:
+            with self._lock:
+                self._moves.store_pages(fresh)
+        return left
+
+    def _place_new(
+        self, keys: Sequence[PageKey], numbers: list[int]
+    ) -> tuple[dict[int, Page], list[int]]:
+        """Give slots to those of the numbers that no tier holds; and those that are left."""
+        self._keep_spilled(keys, numbers)
+        wanted = self._not_held(keys, numbers)
+        if not wanted:
+            return {}, []
+        before = self._places.unlocked.count
+        slots = self._room.take_some(len(wanted))[::-1]
+        batch: dict[int, Page] = {}
+        try:
+            if before != self._places.unlocked.count:  # others may have been faster
+                wanted = self._not_held(keys, wanted)
+            for number in wanted[: len(slots)]:
+                self._detach_lost(keys[number])
+                page = batch[number] = _keyed(keys, number)
+                self._places.place(page, slots.pop(), PageState.LOADING)
+                self._index[keys[number]] = page
+        except BaseException:
+            self._places.withdraw([page for page in batch.values() if page.slot is not None])
+            raise
+        finally:
+            for slot in slots:
+                self._pool.free(slot)
+        return batch, wanted[len(batch) :]
+
+    def _keep_spilled(self, keys: Sequence[PageKey], numbers: list[int]) -> None:
+        """Bring pages into the pool whose bytes only the spill file has.
+
+        They have keys, but could not be stored. They would be gone with the last sequence that
+        holds them, while whoever puts them now may rely on them.
+        """
+        if self._places.spill is None:
+            return
+        found = [self._index.get(keys[number]) for number in numbers]
+        for page in found:
+            if page and page.slot is None and page.row is None and page.spill is not None:
+                with self._places.holding([page]):
+                    self._room.promote([page], at_least=1, spare_held=False)
+
+    def _locate(
+        self, keys: Sequence[PageKey]
+    ) -> tuple[list[Page | None], list[int], npt.NDArray[np.int64]]:
+        """The pages that have places here; numbers and rows of those that only the store has.
+
+        Raises:
+            PageNotFoundError: No tier has one of them.
+        """
+        has_refreshed = False
+        while True:
+            pages = [self._index.get(key) for key in keys]
+            loading = [p for p in pages if p is not None and p.state is PageState.LOADING]
+            if loading:
+                self._places.wait_readable(loading)
                 continue
-            if not slots:
-                todo.extendleft(reversed(want[place:]))
-                break
-            self._detach_lost(keys[number])
-            page = _keyed(keys, number)
-            self._index[keys[number]] = page
-            self._places.place(page, slots.pop(0), PageState.LOADING)
-            batch.append((number, page))
-        for slot in slots:
-            self._pool.free(slot)
-        return batch
-
-    def _locate(self, keys: Sequence[PageKey]) -> tuple[dict[int, Page], dict[int, Page]]:
-        """The pages by number: those in the pool, and those on disk only."""
-        while moving := [p for key in keys if (p := self._index.get(key)) and not p.is_ready]:
-            self._places.wait_ready(moving)
-        resident: dict[int, Page] = {}
-        absent: dict[int, Page] = {}
-        for number, key in enumerate(keys):
-            page = self._index.get(key)
-            if page is not None and page.slot is not None:
-                resident[number] = page
-            elif not self._is_held(key):
+            pages = [None if page is not None and page.is_lost else page for page in pages]
+            stored = [n for n, page in enumerate(pages) if page is None]
+            rows = self._moves.find_rows([keys[n] for n in stored])
+            missing = np.flatnonzero(rows < 0)
+            if not len(missing):
+                return pages, stored, rows
+            if has_refreshed or not self._moves.refresh():
+                number = stored[int(missing[0])]
                 self._counters.misses["absent"] += 1
                 raise PageNotFoundError(
-                    f"page {key.hex()} (number {number} of {len(keys)}) is in no tier: compute it"
+                    f"page {keys[number].hex()} (number {number} of {len(keys)}) is in no tier: "
+                    "compute it"
                 )
-            else:
-                absent[number] = page or self._stored(keys, number)
-        return resident, absent
+            has_refreshed = True
 
-    def _read_absent(self, keys: Sequence[PageKey], absent: dict[int, Page], out: Array) -> None:
-        lost = self._moves.read_pages(list(absent.values()), [out[number] for number in absent])
-        num_lost = sum(keys[number] in lost for number in absent)
-        self._counters.num_store_hits += len(absent) - num_lost
-        self._counters.misses["corrupt"] += num_lost
-        if lost:
-            first = next(number for number in absent if keys[number] in lost)
+    def _copy_out(self, resident: Mapping[int, Page], out: Array) -> None:
+        """Copy resident pages to their numbers in ``out``."""
+        pages = list(resident.values())
+        with self._places.copying(pages):
+            copy_pages(out, list(resident), self._pool.by_page, [_slot(page) for page in pages])
+        self._places.touch(pages)
+        self._counters.num_pool_hits += len(pages)
+
+    def _check_none_lost(
+        self, keys: Sequence[PageKey], lost: set[PageKey], num_absent: int
+    ) -> None:
+        """Count what was read from disk; ``PageNotFoundError`` if any of it was damaged."""
+        numbers = [n for n, key in enumerate(keys) if key in lost] if lost else []
+        self._counters.num_store_hits += num_absent - len(numbers)
+        if numbers:
+            self._counters.misses["corrupt"] += len(numbers)
             raise PageNotFoundError(
-                f"page {keys[first].hex()} (number {first} of {len(keys)}) was damaged in the "
-                "store and has been forgotten: compute it"
+                f"page {keys[numbers[0]].hex()} (number {numbers[0]} of {len(keys)}) was damaged "
+                "in the store and has been forgotten: compute it"
             )
 
-    def _keep_copies(self, pages: dict[int, Page], out: Array) -> None:
-        """Place pages that were read into ``out`` into slots that can be had without I/O."""
-        wanted = min(len(pages), max(1, self._pool.num_slots // 2))
-        slots = self._moves.take_slots(wanted, at_least=0, spare_held=True, clean_only=True)
-        placed: list[tuple[int, Page]] = []
-        for number, page in pages.items():
-            assert page.key is not None
-            if slots and page.key not in self._index:
-                self._index[page.key] = page
-                self._places.place(page, slots.pop(0), PageState.LOADING)
-                placed.append((number, page))
-        for slot in slots:
-            self._pool.free(slot)
-        with self._places.unlocked():
-            for number, page in placed:
-                self._view(page)[...] = out[number]
-        for _, page in reversed(placed):
-            self._places.publish(page)
+    def _keep_copies(self, keys: Sequence[PageKey], numbers: list[int], out: Array) -> None:
+        """Keep what was read into ``out`` in free slots; what was read before, in any clean one."""
+        where = {keys[n]: n for n in numbers}
+        again = self._recent.among(set(where))
+        num_free = self._pool.num_free
+        if not again and not num_free:
+            self._recent.add(list(where))
+            return
+        most = max(1, self._pool.num_slots // 2)
+        wanted = max(min(len(again), most), min(num_free, len(where)))
+        slots = self._room.take_slots(wanted, at_least=0, spare_held=True, clean_only=True)[::-1]
+        kept: dict[int, Page] = {}
+        end = self._places.withdraw
+        try:
+            for key in [*again, *(where.keys() - again)]:
+                row = None if key in self._index or not slots else self._moves.find_row(key)
+                if row is not None:
+                    page = kept[where[key]] = _keyed(keys, where[key])
+                    page.row, page.exact = row, True
+                    self._places.place(page, slots.pop(), PageState.LOADING)
+                    self._index[key] = page
+            self._recent.discard(again)
+            self._recent.add([key for key in where if key not in self._index])
+            kept = dict(sorted(kept.items()))
+            with self._places.unlocked:
+                homes = [_slot(page) for page in kept.values()]
+                copy_pages(self._pool.by_page, homes, out, list(kept))
+            end = self._places.publish
+        finally:
+            for slot in slots:
+                self._pool.free(slot)
+            end([page for page in reversed(kept.values()) if page.state is PageState.LOADING])
 
     def _detach_lost(self, key: PageKey) -> None:
         """Take the key from a page that no tier holds any more, so that it can be put anew."""
@@ -259,9 +361,10 @@ class KeyedPages:
         page.row, page.exact = self._moves.find_row(keys[number]), True
         return page
 
-    def _view(self, page: Page) -> Array:
-        assert page.slot is not None
-        return self._pool.page(page.slot)
+
+def _slot(page: Page) -> int:
+    assert page.slot is not None
+    return page.slot
 
 
 def _keyed(keys: Sequence[PageKey], number: int) -> Page:

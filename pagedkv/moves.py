@@ -1,17 +1,17 @@
-"""``Mover``: how the pages of one layer group move between pool, spill file and store."""
+"""``Mover``: how the bytes of one layer group's pages move between pool, spill file and store."""
 
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import CorruptPageError, PoolExhaustedError, StoreFullError
+from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
 from pagedkv.format import PageEntry, StoreRow
 from pagedkv.page import Page, PageState
+from pagedkv.reclaim import Keep
 from pagedkv.residency import Residency
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.spill import SpillFile
@@ -25,14 +25,12 @@ _CHECK_PAGES = 8
 
 
 class Mover:
-    """Moves one spec's pages between the tiers.
+    """Reads and writes one spec's pages.
 
     A page is *resident* in a slot, *spilled* in the spill file (exactly; only while a live
-    sequence holds it), *stored* in a row of the store under its key, or several of these.
-
-    Pages that no sequence holds leave the pool first, and may be forgotten when no store takes
-    them. Pages of live sequences leave only when nothing else can, the longest resident first,
-    and never without an exact copy below.
+    sequence holds it), *stored* in a row of the store under its key, or several of these. A row
+    may be gone when it is read: another process, or the store itself, has taken its space back or
+    moved it. Then the key is looked up again.
 
     Every method is called with the cache's lock held, unless it says otherwise. The lock is
     released during I/O, so that what was true before a call must be looked at again after it.
@@ -41,150 +39,175 @@ class Mover:
         number: Index of the group among the store's specs.
         places: Where the pages are.
         store: The tier below, or ``None``.
+        keep: Tells the pages that live sequences of the cache hold; called without the lock.
+
+    Attributes:
+        batch: Most pages that are read or written at once.
     """
 
-    def __init__(self, number: int, places: Residency, store: PageStore | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        places: Residency,
+        store: PageStore | None,
+        keep: Keep,
+    ) -> None:
         self.number = number
         self.places = places
         self.store = store
+        self._keep = keep
         self._spec = places.spec
         self._pool = places.pool
         self._counters = places.counters
-        self._batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
-        self._eviction_batch = max(1, min(self._pool.num_slots // 8, self._batch))
+        self.batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
 
-    # -- slots -------------------------------------------------------------------------------
+    # -- what is where -----------------------------------------------------------------------
 
-    def take_slots(
-        self,
-        count: int,
-        *,
-        at_least: int,
-        spare_held: bool,
-        after: Page | None = None,
-        clean_only: bool = False,
-    ) -> list[int]:
-        """Free and allocate up to ``count`` slots; the lock may be released meanwhile.
+    @property
+    def can_write(self) -> bool:
+        """Whether there is a store that takes pages."""
+        return self.store is not None and not self.store.read_only
 
-        Args:
-            count: Slots wanted.
-            at_least: Fewer than this many is an error.
-            spare_held: Leave the pages of live sequences where they are.
-            after: Prefer the slots behind this page's.
-            clean_only: Evict only what is on disk already.
+    def find_row(self, key: PageKey) -> StoreRow | None:
+        """The store's row of this key."""
+        return None if self.store is None else self.store.find(key, self.number)
 
-        Raises:
-            PoolExhaustedError: Fewer than ``at_least`` could be had.
-            StoreError: A page could not be written; it is still where it was.
+    def find_rows(self, keys: Sequence[PageKey]) -> npt.NDArray[np.int64]:
+        """The store's rows of many keys, packed; -1 where it has none."""
+        if self.store is None or not keys:
+            return np.full(len(keys), -1, dtype=np.int64)
+        return self.store.find_rows(keys, self.number)
+
+    def refresh(self) -> bool:
+        """Look what other processes did to the store; whether anything has changed."""
+        if self.store is None:
+            return False
+        with self.places.unlocked:
+            return self.store.refresh()
+
+    def is_safe(self, page: Page) -> bool:
+        """Whether the page's slot can be taken without losing what must not be lost.
+
+        A cached page may rely on any row; one of a live sequence only on an exact row in the own
+        lane, since the owner of another lane may take its row back.
         """
-        while True:
-            missing = count - self._pool.num_free
-            if missing <= 0:
-                return self._allocate(count, after)
-            victims = self._victims(missing, spare_held=spare_held)
-            safe = [page for page in victims if self._is_safe(page)]
-            for page in safe:
-                self.places.evict(page)
-            if len(safe) == missing:
-                continue
-            if clean_only or not victims:
-                if self._pool.num_free >= at_least:
-                    return self._allocate(min(count, self._pool.num_free), after)
-                if not self.places.num_moving and not self.places.num_copying:
-                    raise self._exhausted(at_least)
-                self.places.lock.wait()
-            elif len(safe) < len(victims):
-                self._make_safe(missing - len(safe), spare_held=spare_held)
+        if page.ref_count == 0:
+            return page.row is not None or not self.can_write
+        if page.row is None:
+            return page.key is None and page.spill is not None
+        if page.spill is not None:
+            return True
+        return page.exact and (not self.can_write or self._is_own(page.row))
 
-    def take_some(self, count: int, after: Page | None = None) -> list[int]:
-        """Between 1 and ``count`` slots: those that pages nobody holds can leave, or else one.
+    # -- reading -----------------------------------------------------------------------------
 
-        Raises:
-            PoolExhaustedError: Not even one could be had.
-            StoreError: A page could not be written; it is still where it was.
-        """
-        slots = self.take_slots(count, at_least=0, spare_held=True, after=after)
-        return slots or self.take_slots(1, at_least=1, spare_held=False, after=after)
-
-    # -- moves -------------------------------------------------------------------------------
-
-    def promote(self, pages: Sequence[Page], *, at_least: int, spare_held: bool) -> None:
-        """Read pages that are only on disk into the pool, the leading ones if not all fit.
-
-        A page that turns out damaged has lost its row afterwards, and perhaps all it had.
-
-        Raises:
-            PoolExhaustedError: Fewer than ``at_least`` slots could be had; nothing was read.
-        """
-        absent = [p for p in dict.fromkeys(pages) if p.slot is None and not p.is_lost]
-        slots = self.take_slots(len(absent), at_least=at_least, spare_held=spare_held)
-        loading = []
-        for page in absent:
-            if slots and page.slot is None and page.state is PageState.READY:
-                self.places.place(page, slots.pop(0), PageState.LOADING)
-                loading.append(page)
-        for slot in slots:
-            self._pool.free(slot)
-        lost: set[PageKey] = set()
-        for start in range(0, len(loading), self._batch):
-            batch = loading[start : start + self._batch]
-            try:
-                lost |= self.read_pages(batch, [self._pool.page(_slot(page)) for page in batch])
-            except BaseException:
-                for page in loading[start:]:
-                    self.places.withdraw(page)
-                raise
-            for page in batch:
-                if page.key in lost:
-                    self.places.withdraw(page)
-                else:
-                    if page.spill is None:
-                        page.exact = True
-                    self.places.publish(page)
-        self.places.wait_ready(pages)
-
-    def read_pages(self, pages: Sequence[Page], out: Sequence[Array]) -> set[PageKey]:
+    def read_pages(
+        self, pages: Sequence[Page], out: Sequence[Array], *, deadline: float | None = None
+    ) -> set[PageKey]:
         """Read whole pages from disk, each into ``(layer, kind, token, head, channel)``.
 
         Where the store has another copy of a damaged page, that one is read.
 
+        Args:
+            pages: Which.
+            out: For each page where to.
+            deadline: Seconds that a read of the store may take.
+
         Returns:
             The keys of those whose bytes in the store are damaged or gone.
         """
+        if not pages:
+            return set()
         spilled = [
             (page.spill, to) for page, to in zip(pages, out, strict=True) if page.spill is not None
         ]
         stored = [(page, to) for page, to in zip(pages, out, strict=True) if page.spill is None]
         lost: set[PageKey] = set()
         began = time.perf_counter()
-        with self.places.unlocked():
-            for record, to in spilled:
-                assert self.places.spill is not None
-                assert record is not None
-                self.places.spill.read_page(record, to)
+        if spilled:
+            with self.places.unlocked:
+                for record, to in spilled:
+                    assert self.places.spill is not None
+                    assert record is not None
+                    self.places.spill.read_page(record, to)
         while stored:
-            damaged = self._read_rows([page.row for page, _ in stored], [to for _, to in stored])
-            stored = [(page, to) for page, to in stored if page.key in damaged]
-            for page, _ in stored:
-                assert page.key is not None
-                page.row = self.find_row(page.key)  # another copy, if there is one
-            lost |= {page.key for page, _ in stored if page.key and page.row is None}
+            rows = [_row(page.row) for page, _ in stored]
+            damaged = self._read_rows(rows, [to for _, to in stored], deadline)
+            stored = [stored[number] for number in damaged]
+            lost |= self._look_again([page for page, _ in stored])
             stored = [(page, to) for page, to in stored if page.row is not None]
         self._counters.num_pages_loaded += len(pages)
         self._counters.bytes_read += len(pages) * self._spec.page_nbytes
         self._counters.read_seconds += time.perf_counter() - began
         return lost
 
+    def read_rows(
+        self,
+        keys: Sequence[PageKey],
+        rows: npt.NDArray[np.int64],
+        out: Array,
+        at: npt.NDArray[np.int64],
+        deadline: float | None = None,
+    ) -> set[PageKey]:
+        """Read pages from the store for which there is no ``Page``.
+
+        Args:
+            keys: Which.
+            rows: Their rows, packed.
+            out: ``(page, layer, kind, token, head, channel)``.
+            at: For each page its place in ``out``.
+            deadline: Seconds that a read of the store may take.
+
+        Returns:
+            The keys of those whose bytes in the store are damaged or gone.
+        """
+        num_pages = len(keys)
+        if not num_pages:
+            return set()
+        assert self.store is not None
+        lost: set[PageKey] = set()
+        began = time.perf_counter()
+        while len(rows):
+            with self.places.unlocked:
+                try:
+                    self.store.read(rows, out, at=at, deadline=deadline)
+                    break
+                except CorruptPageError as error:
+                    bad = list(error.positions)
+            keys, at = [keys[n] for n in bad], at[bad]
+            before, rows = rows[bad], self.find_rows(keys)
+            good = (rows >= 0) & (rows != before)
+            lost.update(key for key, is_good in zip(keys, good, strict=True) if not is_good)
+            keys = [key for key, is_good in zip(keys, good, strict=True) if is_good]
+            rows, at = rows[good], at[good]
+        self._counters.num_pages_loaded += num_pages
+        self._counters.bytes_read += num_pages * self._spec.page_nbytes
+        self._counters.read_seconds += time.perf_counter() - began
+        return lost
+
     def check_stored(self, pages: Sequence[Page]) -> None:
         """Read pages that are only in the store and verify them, so that damage is found now.
 
-        Those that turn out damaged have lost their row afterwards (``Page.is_lost``).
+        Those that turn out damaged have lost their row afterwards (``Page.is_lost``). Those in
+        other lanes, which may vanish at any time, are copied to the spill file; where that cannot
+        be done, they count as lost too.
         """
         rest = [page for page in pages if page.slot is None and page.spill is None]
         for start in range(0, len(rest), _CHECK_PAGES):
             batch = [page for page in rest[start : start + _CHECK_PAGES] if page.row is not None]
             scratch = np.empty((len(batch), *self._spec.page_shape), dtype=self._spec.np_dtype)
-            self.read_pages(batch, list(scratch))
+            lost = self.read_pages(batch, list(scratch))
+            foreign = [
+                (page, values)
+                for page, values in zip(batch, scratch, strict=True)
+                if page.key not in lost and not self.is_safe(page) and page.slot is None
+            ]
+            try:
+                self._spill([page for page, _ in foreign], [values for _, values in foreign])
+            except StoreError as error:
+                _LOG.warning("pages of other processes are not reused: %s", error)
+                for page, _ in foreign:
+                    self.places.set_row(page, None, exact=False)
 
     def read_slices(self, pages: Sequence[Page], layer: int, out: Sequence[Array]) -> None:
         """Read one layer of pages from disk, each into ``(kind, token, head, channel)``.
@@ -204,22 +227,14 @@ class Mover:
             else:
                 assert self.places.spill is not None
                 self.places.spill.read_layer(page.spill, layer, to)
-        if stored:
-            assert self.store is not None
-            for page, _ in stored:
-                if page.row is None:
-                    raise CorruptPageError(
-                        f"page {_short(page.key)} of a live sequence was lost on disk: "
-                        "close the sequence and compute it again",
-                        () if page.key is None else (page.key,),
-                    )
-            self.store.read_layer(
-                [_row(page.row) for page, _ in stored], layer, [to for _, to in stored]
-            )
+        while stored:
+            stored = self._read_layer(stored, layer)
         with self.places.lock:
             self._counters.num_slices_loaded += len(pages)
             self._counters.bytes_read += len(pages) * self._spec.layer_nbytes
             self._counters.read_seconds += time.perf_counter() - began
+
+    # -- writing -----------------------------------------------------------------------------
 
     def store_pages(self, pages: Iterable[Page]) -> None:
         """Write those of the pages that have a key and no row to the store, durably.
@@ -229,11 +244,36 @@ class Mover:
         """
         if not self.can_write:
             return
-        todo = [page for page in dict.fromkeys(pages) if self._is_unstored(page)]
-        for start in range(0, len(todo), self._batch):
-            batch = todo[start : start + self._batch]
+        todo = [page for page in dict.fromkeys(pages) if _is_unstored(page)]
+        for start in range(0, len(todo), self.batch):
+            batch = todo[start : start + self.batch]
             self.places.wait_ready(batch)
-            self._write([page for page in batch if self._is_unstored(page)], spill=False)
+            self.write([page for page in batch if _is_unstored(page)], spill=False)
+
+    def write(self, pages: Sequence[Page], *, spill: bool) -> None:
+        """Write pages to the store, and (``spill``) exactly for the sequences that hold them."""
+        if not pages:
+            return
+        began = time.perf_counter()
+        try:
+            for page in pages:
+                self.places.set_state(page, PageState.WRITING)
+            self._write_to_store(pages)
+            if spill:
+                todo = [p for p in pages if p.ref_count and p.spill is None and not self.is_safe(p)]
+                self._spill(todo, [self._pool.page(_slot(page)) for page in todo])
+        finally:
+            self._counters.write_seconds += time.perf_counter() - began
+            self.places.publish([p for p in reversed(pages) if p.state is PageState.WRITING])
+
+    def write_entries(self, entries: Sequence[PageEntry], pages: Sequence[Array]) -> None:
+        """Write pages that are not the cache's to the store, durably; called without the lock."""
+        assert self.store is not None
+        began = time.perf_counter()
+        self.store.write(self.number, entries, pages, keep=self._keep)
+        with self.places.lock:
+            self._count_stored(len(pages))
+            self._counters.write_seconds += time.perf_counter() - began
 
     def allocate_spill(self, count: int) -> list[int]:
         """Records of the spill file for pages that never had a slot.
@@ -243,8 +283,14 @@ class Mover:
         """
         if not count:
             return []
-        assert self.can_write
-        return self.spill_file().allocate(count)
+        assert self.store is not None
+        spill = self.spill_file()
+        try:
+            return spill.allocate(count)
+        except StoreFullError:
+            with self.places.unlocked:
+                self.store.make_room(count * self._spec.page_nbytes, self._keep)
+            return spill.allocate(count)
 
     def spill_file(self) -> SpillFile:
         """The spill file, made when first needed."""
@@ -255,15 +301,6 @@ class Mover:
             )
         return self.places.spill
 
-    @property
-    def can_write(self) -> bool:
-        """Whether there is a store that takes pages."""
-        return self.store is not None and not self.store.read_only
-
-    def find_row(self, key: PageKey) -> StoreRow | None:
-        """The store's row of this key."""
-        return None if self.store is None else self.store.find(key, self.number)
-
     def close(self) -> None:
         """Drop the spill file."""
         if self.places.spill is not None:
@@ -271,112 +308,108 @@ class Mover:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _victims(self, count: int, *, spare_held: bool) -> list[Page]:
-        """The next ``count`` pages to leave, if there are so many."""
-        found = list(islice(self.places.candidates(), count))
-        if not spare_held and len(found) < count:
-            movable = (
-                p for p in self.places.held_candidates() if self._is_safe(p) or self.can_write
-            )
-            found += islice(movable, count - len(found))
-        return found
+    def _is_own(self, row: StoreRow) -> bool:
+        return self.store is not None and row.lane == self.store.own_lane
 
-    def _is_safe(self, page: Page) -> bool:
-        """Whether the page's slot can be taken without losing what must not be lost."""
-        if page.ref_count == 0:
-            return page.row is not None or not self.can_write
-        if page.row is not None and page.exact:
-            return True
-        return page.spill is not None and (page.key is None or page.row is not None)
-
-    def _make_safe(self, count: int, *, spare_held: bool) -> None:
-        """Write the next ``count`` victims that need it, and some that will need it soon."""
-        batch = self._unsafe(self.places.candidates(), count + self._eviction_batch)
-        if len(batch) < count and not spare_held:
-            batch += self._unsafe(self.places.held_candidates(), count - len(batch))
-        try:
-            self._write(batch, spill=True)
-        except StoreFullError as error:
-            forgettable = [p for p in batch if p.ranked and self.places.may_leave(p)]
-            if not forgettable:
-                raise
-            _LOG.warning("the store is full, forgetting cached pages: %s", error)
-            for page in forgettable[:count]:
-                self.places.evict(page)
-
-    def _is_unstored(self, page: Page) -> bool:
-        """Whether the page has a key and bytes, and the store does not hold it."""
-        return page.key is not None and page.row is None and not page.is_lost
-
-    def _unsafe(self, pages: Iterable[Page], count: int) -> list[Page]:
-        return list(islice((page for page in pages if not self._is_safe(page)), count))
-
-    def _read_rows(self, rows: Sequence[StoreRow | None], out: Sequence[Array]) -> set[PageKey]:
-        """Read rows of the store without the lock; the keys of those that are damaged or gone."""
+    def _read_rows(
+        self, rows: Sequence[StoreRow], out: Sequence[Array], deadline: float | None
+    ) -> Sequence[int]:
+        """Read rows of the store without the lock; which of them are damaged or gone."""
         assert self.store is not None
-        with self.places.unlocked():
+        with self.places.unlocked:
             try:
-                self.store.read([_row(row) for row in rows], out)
+                self.store.read(rows, out, deadline=deadline)
             except CorruptPageError as error:
-                return {PageKey(key) for key in error.keys}
-        return set()
+                return error.positions
+        return ()
 
-    def _write(self, pages: Sequence[Page], *, spill: bool) -> None:
-        """Write pages to the store, and (``spill``) exactly for the sequences that hold them."""
+    def _look_again(self, pages: Iterable[Page]) -> set[PageKey]:
+        """Find another row of pages whose row could not be read; the keys that have none."""
+        lost = set()
         for page in pages:
-            self.places.set_state(page, PageState.WRITING)
-        began = time.perf_counter()
+            assert page.key is not None
+            row = self.find_row(page.key)
+            if row is None or row == page.row:
+                self.places.set_row(page, None, exact=False)
+                lost.add(page.key)
+            else:
+                self.places.set_row(page, row, exact=page.exact)
+        return lost
+
+    def _read_layer(
+        self, wanted: Sequence[tuple[Page, Array]], layer: int
+    ) -> list[tuple[Page, Array]]:
+        """Read one layer of pages in the store; those that have moved, and must be read again."""
+        assert self.store is not None
+        rows = [page.row for page, _ in wanted]
+        if None in rows:
+            raise _lost(wanted[rows.index(None)][0].key)
         try:
-            self._write_to_store(pages)
-            if spill:
-                self._write_to_spill(pages)
-        finally:
-            self._counters.write_seconds += time.perf_counter() - began
-            for page in reversed(pages):
-                self.places.publish(page)
+            self.store.read_layer([_row(row) for row in rows], layer, [to for _, to in wanted])
+        except CorruptPageError as error:
+            moved = [wanted[number] for number in error.positions]
+            with self.places.lock:
+                if self._look_again([page for page, _ in moved]):
+                    raise
+            return moved
+        return []
 
     def _write_to_store(self, pages: Sequence[Page]) -> None:
         assert self.store is not None
         todo = []
         for page in pages:
             if page.key is not None and page.row is None:
-                page.row, page.exact = self.find_row(page.key), False
-                if page.row is None:
+                row = self.find_row(page.key)
+                if row is None:
                     todo.append(page)
+                else:
+                    self.places.set_row(page, row, exact=False)
         if not todo:
             return
         entries = [_entry(page, self._spec) for page in todo]
         homes = [(page.slot, page.spill) for page in todo]
-        with self.places.unlocked():
-            sources = [self._exact_bytes(slot, record) for slot, record in homes]
-            rows = self.store.write(self.number, entries, sources)
+        slots = [slot for slot, _ in homes if slot is not None]
+        with self.places.unlocked:
+            if len(slots) == len(todo):
+                rows = self.store.write(
+                    self.number,
+                    entries,
+                    self._pool.by_page,
+                    at=np.array(slots, dtype=np.int64),
+                    keep=self._keep,
+                )
+            else:
+                sources = [self._exact_bytes(slot, record) for slot, record in homes]
+                rows = self.store.write(self.number, entries, sources, keep=self._keep)
+        is_lossless = self.store.codec.lossless
         for page, row in zip(todo, rows, strict=True):
-            page.row, page.exact = row, self.store.codec.lossless
-        self._counters.num_pages_stored += len(todo)
-        self._counters.bytes_written += len(todo) * self._spec.page_nbytes
+            self.places.set_row(page, row, exact=is_lossless)
+        self._count_stored(len(todo))
 
-    def _write_to_spill(self, pages: Sequence[Page]) -> None:
-        todo = [
-            page
-            for page in pages
-            if page.ref_count and page.spill is None and not (page.row is not None and page.exact)
-        ]
-        if not todo:
+    def _spill(self, pages: Sequence[Page], values: Sequence[Array]) -> None:
+        """Write the exact bytes of pages to the spill file."""
+        if not pages:
             return
         spill = self.spill_file()
-        records = spill.allocate(len(todo))
+        records: list[int | None] = [*self.allocate_spill(len(pages))]
         try:
-            with self.places.unlocked():
-                for page, record in zip(todo, records, strict=True):
-                    spill.write_page(record, self._pool.page(_slot(page)))
-        except BaseException:
+            with self.places.unlocked:
+                for record, page_values in zip(records, values, strict=True):
+                    assert record is not None
+                    spill.write_page(record, page_values)
+            for number, page in enumerate(pages):
+                if page.spill is None:  # else another thread was faster
+                    page.spill, records[number] = records[number], None
+        finally:
             for record in records:
-                spill.free(record)
-            raise
-        for page, record in zip(todo, records, strict=True):
-            page.spill = record
-        self._counters.num_pages_spilled += len(todo)
-        self._counters.bytes_written += len(todo) * self._spec.page_nbytes
+                if record is not None:
+                    spill.free(record)
+        self._counters.num_pages_spilled += len(pages)
+        self._counters.bytes_written += len(pages) * self._spec.page_nbytes
+
+    def _count_stored(self, num_pages: int) -> None:
+        self._counters.num_pages_stored += num_pages
+        self._counters.bytes_written += num_pages * self._spec.page_nbytes
 
     def _exact_bytes(self, slot: int | None, record: int | None) -> Array:
         if slot is not None:
@@ -387,23 +420,10 @@ class Mover:
         self.places.spill.read_page(record, page)
         return page
 
-    def _allocate(self, count: int, after: Page | None) -> list[int]:
-        return self._pool.allocate(count, None if after is None else after.slot)
 
-    def _exhausted(self, count: int) -> PoolExhaustedError:
-        where = (
-            "there is no store to spill to"
-            if self.store is None
-            else "the store is read-only"
-            if self.store.read_only
-            else "the others may not leave now"
-        )
-        return PoolExhaustedError(
-            f"{count} more slots are needed, but of {self._pool.num_slots} slots "
-            f"{self._pool.num_free} are free, {self._pool.num_pinned} are pinned and "
-            f"{self.places.num_resident_held} hold pages of live sequences, and {where}: close "
-            "sequences, give the cache more slots, or a writable store"
-        )
+def _is_unstored(page: Page) -> bool:
+    """Whether the page has a key and bytes, and the store does not hold it."""
+    return page.key is not None and page.row is None and not page.is_lost
 
 
 def _slot(page: Page) -> int:
@@ -416,8 +436,12 @@ def _row(row: StoreRow | None) -> StoreRow:
     return row
 
 
-def _short(key: PageKey | None) -> str:
-    return "(private)" if key is None else key.hex()[:12]
+def _lost(key: PageKey | None) -> CorruptPageError:
+    name = "(private)" if key is None else key.hex()[:12]
+    return CorruptPageError(
+        f"page {name} of a live sequence was lost on disk: close the sequence and compute it again",
+        () if key is None else (key,),
+    )
 
 
 def _entry(page: Page, spec: KVSpec) -> PageEntry:

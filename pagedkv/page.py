@@ -68,11 +68,6 @@ class Page:
         return self.key is not None or self.ref_count > 1
 
     @property
-    def is_ready(self) -> bool:
-        """Whether no thread moves it."""
-        return self.state is PageState.READY
-
-    @property
     def is_lost(self) -> bool:
         """Whether no tier holds its bytes any more."""
         return self.slot is None and self.spill is None and self.row is None

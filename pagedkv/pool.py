@@ -51,10 +51,14 @@ class SlotPool:
         memory = _map_memory(num_slots * spec.page_nbytes, path)
         self.array: Array = np.frombuffer(memory, dtype=spec.np_dtype).reshape(shape)
         """All slots: ``(layer, kind, slot, token, head, channel)``."""
-        self._is_free = np.ones(num_slots, dtype=np.bool_)
+        self.by_page: Array = np.moveaxis(self.array, 2, 0)
+        """The same, ``(slot, layer, kind, token, head, channel)``."""
+        self._free_flags = bytearray(b"\1") * num_slots  # one slot's flag is quicker than in numpy
+        self._is_free = np.frombuffer(self._free_flags, dtype=np.bool_)  # the same bytes
         self._num_free = num_slots
         self._free = list(range(num_slots))  # a heap; slots taken from its middle stay as stale
-        self._pins = np.zeros(num_slots, dtype=np.int32)
+        self._pins = [0] * num_slots
+        self._num_pinned = 0
 
     @property
     def nbytes(self) -> int:
@@ -82,15 +86,16 @@ class SlotPool:
                 "are free"
             )
         slots = self._choose(count, after) if count else []
-        self._is_free[slots] = False
+        for slot in slots:
+            self._free_flags[slot] = False
         self._num_free -= count
         return slots
 
     def free(self, slot: int) -> None:
         """Give an allocated, unpinned slot back."""
-        assert not self._is_free[slot], f"slot {slot} is free already"
+        assert not self._free_flags[slot], f"slot {slot} is free already"
         assert self._pins[slot] == 0, f"slot {slot} is pinned"
-        self._is_free[slot] = True
+        self._free_flags[slot] = True
         self._num_free += 1
         heapq.heappush(self._free, slot)
         if len(self._free) > 2 * self.num_slots:
@@ -98,26 +103,28 @@ class SlotPool:
 
     def pin(self, slot: int) -> None:
         """Protect the slot's residency until ``unpin``; pins count."""
-        assert not self._is_free[slot], f"slot {slot} is free"
+        assert not self._free_flags[slot], f"slot {slot} is free"
+        self._num_pinned += not self._pins[slot]
         self._pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
         """Take one pin back."""
         assert self._pins[slot] > 0, f"slot {slot} is not pinned"
         self._pins[slot] -= 1
+        self._num_pinned -= not self._pins[slot]
 
     def is_pinned(self, slot: int) -> bool:
         """Whether somebody uses the slot now."""
-        return bool(self._pins[slot])
+        return self._pins[slot] > 0
 
     @property
     def num_pinned(self) -> int:
         """Slots with at least one pin."""
-        return int(np.count_nonzero(self._pins))
+        return self._num_pinned
 
     def page(self, slot: int) -> Array:
         """The slot's page, ``(layer, kind, token, head, channel)``: a view."""
-        view: Array = self.array[:, :, slot]
+        view: Array = self.by_page[slot]
         return view
 
     def layer(self, layer: int, slot: int) -> Array:
@@ -135,8 +142,9 @@ class SlotPool:
         """Raise ``AssertionError`` if the free slots, their heap and the pins contradict."""
         assert self._num_free == int(np.count_nonzero(self._is_free))
         assert set(np.flatnonzero(self._is_free).tolist()) <= set(self._free)
-        assert (self._pins >= 0).all()
-        assert not self._pins[self._is_free].any()
+        assert min(self._pins) >= 0
+        assert self._num_pinned == sum(pins > 0 for pins in self._pins)
+        assert not any(self._pins[slot] for slot in np.flatnonzero(self._is_free))
 
     def _choose(self, count: int, after: int | None) -> list[int]:
         if after is not None:
@@ -144,7 +152,7 @@ class SlotPool:
             if len(following) == count and following.all():
                 return list(range(after + 1, after + 1 + count))
         if count == 1:
-            while not self._is_free[slot := heapq.heappop(self._free)]:
+            while not self._free_flags[slot := heapq.heappop(self._free)]:
                 pass
             return [slot]
         free = np.flatnonzero(self._is_free)

@@ -196,7 +196,9 @@ class Reclaimer:
         try:
             # Who holds a page from now on has found it elsewhere: what is to keep is complete.
             keys = {key for held, key in keep() if held == number}
-            kept = ~one.dead & [key in keys for key in one.segment.keys]
+            kept = np.array(
+                [key in keys and self._is_last(number, key) for key in one.segment.keys]
+            )
             wishes = (wanted for wanted in (kept | one.hot, kept) if self._is_worth(one, wanted))
             moved = next((wanted for wanted in wishes if self._move(one, wanted)), None)
         except BaseException:
@@ -235,6 +237,11 @@ class Reclaimer:
         EvictionRing(path).add(keys, reason, time.time_ns())
         after = sum(files.file_sizes(path).values())
         self._space.release(2 * EVICTED_NBYTES, written=after - before)
+
+    def _is_last(self, number: int, key: PageKey | None) -> bool:
+        """Whether the own lane has no other copy of the page; those elsewhere may vanish."""
+        other = None if key is None else self._contents.indexes[number].get(key)
+        return other is None or other.lane != self._lane
 
     def _is_worth(self, one: _Candidate, wanted: Bools) -> bool:
         """Whether giving the segment up frees more than writing these of its pages again takes."""

@@ -1,16 +1,49 @@
 """``Residency``: which page is in which slot, who holds it, and which may leave."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import Condition
+from contextlib import contextmanager, suppress
+from itertools import islice
 
+from pagedkv.format import StoreRow
 from pagedkv.page import Page, PageState
 from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.spill import SpillFile
 from pagedkv.stats import Counters
+
+_READY, _LOADING = PageState.READY, PageState.LOADING
+
+
+class Unlocked:
+    """``with unlocked:`` lets go of a lock inside the block, and has it again behind it."""
+
+    def __init__(self, lock: threading.Condition) -> None:
+        self._lock = lock
+        self.count = 0
+        """How many blocks have begun: what was true before one may not be true afterwards."""
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self._lock.release()
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._lock.acquire()
+        except BaseException:  # Ctrl-C in the midst of it: the code around the block needs the lock
+            while not self._is_mine():
+                with suppress(BaseException):
+                    self._lock.acquire()
+            raise
+
+    def _is_mine(self) -> bool:
+        try:
+            self._lock.notify(0)
+        except RuntimeError:
+            return False
+        return True
 
 
 class Residency:
@@ -24,7 +57,8 @@ class Residency:
         spec: Geometry of a page.
         pool: The slots.
         policy: Ranks what may leave; must be empty.
-        lock: The cache's lock, not reentrant; notified of every finished move.
+        lock: The cache's lock; notified of every finished move. It knows its owner (an ``RLock``
+            inside), but is never taken twice.
         counters: The cache's counters.
     """
 
@@ -34,13 +68,15 @@ class Residency:
         spec: KVSpec,
         pool: SlotPool,
         policy: EvictionPolicy,
-        lock: Condition,
+        lock: threading.Condition,
         counters: Counters,
     ) -> None:
         self.spec = spec
         self.pool = pool
         self.lock = lock
         self.counters = counters
+        self.unlocked = Unlocked(lock)
+        """Let go of the lock inside a ``with`` block."""
         self.index: dict[PageKey, Page] = {}
         """Pages with a key that are resident, or held by a sequence."""
         self.num_held = 0
@@ -51,26 +87,32 @@ class Residency:
         """Pages that are ``LOADING`` or ``WRITING``."""
         self.num_copying = 0
         """Threads inside ``copying``."""
+        self.num_clean = 0
+        """Pages among the policy's candidates that are in the store."""
+        self.num_dirty = 0
+        """The other candidates of the policy."""
         self.spill: SpillFile | None = None
         """Exact copies of pages of live sequences, once there are any."""
         self._policy = policy
         self._owner: list[Page | None] = [None] * pool.num_slots
         self._held: OrderedDict[Page, None] = OrderedDict()  # resident and of a live sequence
 
-    @contextmanager
-    def unlocked(self) -> Iterator[None]:
-        """Let go of the lock inside the block."""
-        self.lock.release()
-        try:
-            yield
-        finally:
-            self.lock.acquire()
+    def wait(self) -> None:
+        """Let go of the lock until something has changed."""
+        self.unlocked.count += 1
+        self.lock.wait()
 
     def wait_ready(self, pages: Iterable[Page]) -> None:
-        """Wait until no other thread moves any of these pages."""
+        """Wait until no other thread moves any of these pages: before they change, or are freed."""
         pages = tuple(pages)
-        while any(page.state is not PageState.READY for page in pages):
-            self.lock.wait()
+        while any(page.state is not _READY for page in pages):
+            self.wait()
+
+    def wait_readable(self, pages: Iterable[Page]) -> None:
+        """Wait until none of these pages is on its way into its slot."""
+        pages = tuple(pages)
+        while any(page.state is _LOADING for page in pages):
+            self.wait()
 
     # -- holders and pins --------------------------------------------------------------------
 
@@ -94,6 +136,23 @@ class Residency:
             self._held.pop(page, None)
             self._settle(page)
 
+    def drop_holders(self, pages: Sequence[Page]) -> None:
+        """Count one less for each page of a run, the deepest first: the root is kept longest."""
+        for page in reversed(pages):
+            self.drop_holder(page)
+
+    @contextmanager
+    def holding(self, pages: Sequence[Page]) -> Iterator[None]:
+        """Hold pages inside the block."""
+        held: list[Page] = []
+        try:
+            for page in pages:
+                self.add_holder(page)
+                held.append(page)
+            yield
+        finally:
+            self.drop_holders(held)
+
     def pin(self, page: Page) -> None:
         """Keep a resident page in its slot."""
         assert page.slot is not None
@@ -111,15 +170,17 @@ class Residency:
 
         Who needs a slot waits for the block's end.
         """
-        for page in pages:
-            self.pin(page)
+        pinned: list[Page] = []
         self.num_copying += 1
         try:
-            with self.unlocked():
+            for page in pages:
+                self.pin(page)
+                pinned.append(page)
+            with self.unlocked:
                 yield
         finally:
             self.num_copying -= 1
-            for page in pages:
+            for page in pinned:
                 self.unpin(page)
             self.lock.notify_all()
 
@@ -139,32 +200,47 @@ class Residency:
         self._owner[slot] = page
         if page.ref_count:
             self._held[page] = None
-        self.set_state(page, state)
+        if state is not page.state:
+            self.set_state(page, state)
 
     def set_state(self, page: Page, state: PageState) -> None:
         """Begin to move a page; ``publish`` or ``withdraw`` ends it."""
-        self.num_moving += (state is not PageState.READY) - (page.state is not PageState.READY)
+        self.num_moving += (state is not _READY) - (page.state is not _READY)
         page.state = state
 
-    def publish(self, page: Page) -> None:
-        """End a page's ``LOADING`` or ``WRITING``."""
-        self.set_state(page, PageState.READY)
-        self._settle(page)
+    def publish(self, pages: Iterable[Page]) -> None:
+        """End the ``LOADING`` or ``WRITING`` of pages; what nobody holds is ranked in turn."""
+        for page in pages:
+            self.set_state(page, _READY)
+            self._settle(page)
         self.lock.notify_all()
 
-    def withdraw(self, page: Page) -> None:
-        """End a page's ``LOADING`` that failed: its slot is free again."""
-        self.set_state(page, PageState.READY)
-        self._unplace(page)
-        self._settle(page)
+    def withdraw(self, pages: Iterable[Page]) -> None:
+        """End a ``LOADING`` that failed: the slots are free again."""
+        for page in pages:
+            self.set_state(page, _READY)
+            self._unplace(page)
+            self._settle(page)
         self.lock.notify_all()
 
-    def candidates(self) -> Iterator[Page]:
-        """Pages that nobody holds, uses or moves, in the policy's order."""
-        for key in self._policy.victims():
-            page = self.index[key]
-            if self.may_leave(page):
-                yield page
+    def set_row(self, page: Page, row: StoreRow | None, *, exact: bool) -> None:
+        """Note where the store has the page, and whether it gives these very bytes back."""
+        if page.ranked and (page.row is None) != (row is None):
+            change = 1 if row is not None else -1
+            self.num_clean += change
+            self.num_dirty -= change
+        page.row, page.exact = row, exact
+
+    def front(self, count: int) -> list[Page]:
+        """The next ``count`` pages to leave, those included that are being written."""
+        pool, index = self.pool, self.index
+        pages = (index[key] for key in self._policy.victims())
+        return list(islice((p for p in pages if not pool.is_pinned(_slot(p))), count))
+
+    def dirty_front(self, count: int) -> list[Page]:
+        """Of the pages that may leave the next ``count`` that the store does not have."""
+        pages = (self.index[key] for key in self._policy.victims())
+        return list(islice((p for p in pages if p.row is None and self.may_leave(p)), count))
 
     def held_candidates(self) -> Iterator[Page]:
         """Resident pages of live sequences that may leave, the longest resident first."""
@@ -173,7 +249,7 @@ class Residency:
     def may_leave(self, page: Page) -> bool:
         """Whether a resident page is neither in use nor on the move."""
         assert page.slot is not None
-        return page.state is PageState.READY and not self.pool.is_pinned(page.slot)
+        return page.state is _READY and not self.pool.is_pinned(page.slot)
 
     @property
     def num_resident_held(self) -> int:
@@ -209,6 +285,8 @@ class Residency:
                 assert page.ranked == (page.ref_count == 0 and page.key is not None)
                 assert page.ranked == (page.key in ranked)
         assert len(ranked) == sum(page.ranked for page in owners)
+        assert self.num_clean == sum(page.ranked and page.row is not None for page in owners)
+        assert self.num_dirty == sum(page.ranked and page.row is None for page in owners)
         for key, page in self.index.items():
             assert page.key == key
             assert page.slot is not None or page.ref_count > 0
@@ -219,7 +297,7 @@ class Residency:
 
     def _settle(self, page: Page) -> None:
         """Rank, or forget, a page that nobody holds, moves or uses."""
-        if page.ref_count or page.state is not PageState.READY:
+        if page.ref_count or page.state is not _READY:
             return
         if page.key is not None:
             self.free_spill(page)
@@ -229,6 +307,10 @@ class Residency:
             elif not page.ranked:
                 page.ranked = True
                 self._policy.add(page.key)
+                if page.row is None:
+                    self.num_dirty += 1
+                else:
+                    self.num_clean += 1
         elif page.slot is None or not self.pool.is_pinned(page.slot):
             self.free_spill(page)
             if page.slot is not None:
@@ -248,3 +330,12 @@ class Residency:
         assert page.key is not None
         page.ranked = False
         self._policy.discard(page.key)
+        if page.row is None:
+            self.num_dirty -= 1
+        else:
+            self.num_clean -= 1
+
+
+def _slot(page: Page) -> int:
+    assert page.slot is not None
+    return page.slot

@@ -140,8 +140,7 @@ def _whole_document(root: Path) -> bytes | None:
 
 def _replace_document(root: Path, document: bytes) -> None:
     files.remove_empty_folder(root / METADATA)
-    files.write_atomic(root / METADATA, [document])
-    files.sync_dir(root)
+    files.write_atomic(root / METADATA, [document])  # its name is made durable with the lane's
 
 
 def _copied_header(root: Path, damage: str) -> StoreHeader | None:

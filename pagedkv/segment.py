@@ -252,7 +252,10 @@ class SegmentFormat:
             trailer = int.from_bytes(chunk[-4:].tobytes(), "little")
             if len(chunk) < 4 or not trailer == crcs[layer] == crc32c(chunk[:-4]):
                 return False
-            self.codec.decode(self.spec, chunk[:-4], layers[layer])
+            try:
+                self.codec.decode(self.spec, chunk[:-4], layers[layer])
+            except ValueError:
+                return False
         return True
 
     def _pieces_of_pages(

@@ -1,7 +1,7 @@
 """What a cache must answer, as plain dictionaries and lists: the model of the state machine."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,6 +121,11 @@ class KnownPages:
         for page_id in page_ids:
             if self._pages[page_id].is_certain:
                 self._pages[page_id].is_durable = True
+
+    def doubt_unless(self, is_kept: Callable[[PageId], bool]) -> None:
+        """From now on only those pages are certain that are kept somewhere safe."""
+        for page_id, page in self._pages.items():
+            page.is_certain = page.is_certain and is_kept(page_id)
 
     def doubt(self) -> None:
         """From now on nothing is certain: the disk was damaged."""

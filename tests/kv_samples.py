@@ -73,8 +73,16 @@ def through_int8(spec: KVSpec, page: Array) -> Array:
     return back
 
 
+def wait_for_writers(cache: PagedKVCache) -> None:
+    """Wait until nothing is being written in the background."""
+    with cache._lock:
+        for group in cache._groups:
+            assert cache._lock.wait_for(lambda g=group: g.room.writer.is_idle, 60)
+
+
 def state_of(cache: PagedKVCache, *sequences: Sequence) -> dict[str, Any]:
     """All that must not change when a call is refused."""
+    wait_for_writers(cache)
     cache.check_invariants()
     stats = cache.stats()
     state: dict[str, Any] = {

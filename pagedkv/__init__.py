@@ -7,7 +7,7 @@ to a Zarr v3 store on disk. See the README for examples.
 import logging
 
 from pagedkv.cache import PagedKVCache
-from pagedkv.codec import Codec, Int8, Raw
+from pagedkv.codec import Codec, Int8, Lossless, Raw
 from pagedkv.errors import (
     ClosedError,
     CorruptPageError,
@@ -45,6 +45,7 @@ __all__ = [
     "Int8",
     "KVSpec",
     "LoadHandle",
+    "Lossless",
     "PageEntry",
     "PageKey",
     "PageKeys",

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from pagedkv.arrays import as_int, check_pages
 from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError, StoreLockedError
-from pagedkv.format import StoreRow
 from pagedkv.group import LayerGroup
 from pagedkv.loading import Loader, LoadHandle
 from pagedkv.lock import CacheLock
@@ -122,7 +121,7 @@ class PagedKVCache:
                             counters=self._counters,
                         ),
                         store,
-                        self._rows_in_use,
+                        self._pages_in_use,
                     )
                 )
             )
@@ -437,13 +436,13 @@ class PagedKVCache:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _rows_in_use(self) -> set[StoreRow]:
-        """Rows of the pages that live sequences hold: the store may not take their space back."""
+    def _pages_in_use(self) -> set[tuple[int, PageKey]]:
+        """Group and key of the pages that live sequences hold: the store may not give them up."""
         with self._lock:
             return {
-                page.row
-                for group in self._groups
-                for page in group.places.index.values()
+                (number, key)
+                for number, group in enumerate(self._groups)
+                for key, page in group.places.index.items()
                 if page.ref_count and page.row is not None
             }
 

@@ -6,14 +6,15 @@ every layer. It is the authority; the derived columns repeat it for plain Zarr r
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.codec import Bytes
-from pagedkv.format import Geometry, LayerCrcs, PageEntry, crc32c, derived_columns
+from pagedkv.format import Geometry, PageEntry, crc32c, derived_columns
+from pagedkv.segment_map import SegmentMap
 from pagedkv.spec import PageKey
 
 RECORD_MAGIC = b"PKV1"
@@ -25,7 +26,7 @@ def pack_catalog(
     geometry: Geometry,
     segment: int,
     entries: Sequence[PageEntry],
-    crcs: LayerCrcs,
+    segment_map: SegmentMap,
     *,
     store_tokens: bool,
 ) -> Bytes:
@@ -33,32 +34,86 @@ def pack_catalog(
 
     Without ``store_tokens`` no token id goes into it.
     """
+    count = len(entries)
     chunk = np.zeros(geometry.catalog_nbytes, np.uint8)
-    records = chunk[:-4].view(geometry.record_dtype)
-    for number, entry in enumerate(entries):
-        record = records[number]
-        flags = IS_TAIL if entry.num_tokens < geometry.page_tokens else 0
-        if entry.parent is not None:
-            flags |= HAS_PARENT
-            record["parent"] = np.frombuffer(entry.parent, np.uint8)
-        if entry.tokens is not None and store_tokens:
-            flags |= HAS_TOKENS
-            record["tokens"][: entry.num_tokens] = entry.tokens
-        record["flags"] = flags
-        record["key"] = np.frombuffer(entry.key, np.uint8)
-        record["num_tokens"] = entry.num_tokens
-        record["salt_sha256"] = np.frombuffer(hashlib.sha256(entry.salt).digest(), np.uint8)
-    used = records[: len(entries)]
-    used["magic"] = RECORD_MAGIC
-    used["row"] = segment * geometry.rows + np.arange(len(entries), dtype=np.uint64)
-    used["created_ns"] = time.time_ns()
-    used["tag"] = np.frombuffer(geometry.tag, np.uint8)
-    used["layer_crcs"] = crcs
-    rows = chunk[:-4].reshape(geometry.rows, -1)
-    for number in range(len(entries)):
-        used["crc"][number] = crc32c(rows[number, :-4])
+    records = chunk[:-4].view(geometry.record_dtype)[:count]
+    records["magic"] = RECORD_MAGIC
+    records["row"] = segment * geometry.rows + np.arange(count, dtype=np.uint64)
+    records["created_ns"] = time.time_ns()
+    records["tag"] = np.frombuffer(geometry.tag, np.uint8)
+    num_tokens = np.array([entry.num_tokens for entry in entries], np.uint32)
+    records["num_tokens"] = num_tokens
+    records["key"] = _keys(entry.key for entry in entries)
+    with_parent = [number for number, entry in enumerate(entries) if entry.parent is not None]
+    records["parent"][with_parent] = _keys(entries[number].parent for number in with_parent)
+    with_tokens = [
+        n for n, entry in enumerate(entries) if store_tokens and entry.tokens is not None
+    ]
+    for number in with_tokens:
+        records["tokens"][number, : num_tokens[number]] = entries[number].tokens
+    flags = np.where(num_tokens < geometry.page_tokens, IS_TAIL, 0).astype(np.uint32)
+    flags[with_parent] |= HAS_PARENT
+    flags[with_tokens] |= HAS_TOKENS
+    records["flags"] = flags
+    salts = {salt: hashlib.sha256(salt).digest() for salt in {entry.salt for entry in entries}}
+    records["salt_sha256"] = _keys(salts[entry.salt] for entry in entries)
+    records["layer_crcs"] = segment_map.crcs
+    if segment_map.bounds is not None:
+        records["offset"] = segment_map.bounds[:, 0]
+        records["layer_nbytes"] = np.diff(segment_map.bounds, axis=1) - 4
+    return _sealed(geometry, chunk, count)
+
+
+def repack_catalog(
+    geometry: Geometry, segment: int, records: "npt.NDArray[Any]", segment_map: SegmentMap
+) -> Bytes:
+    """The catalogue's chunk of a segment to which pages were moved, with their old ``records``."""
+    count = len(records)
+    chunk = np.zeros(geometry.catalog_nbytes, np.uint8)
+    moved = chunk[:-4].view(geometry.record_dtype)[:count]
+    moved[...] = records
+    moved["row"] = segment * geometry.rows + np.arange(count, dtype=np.uint64)
+    if segment_map.bounds is not None:
+        moved["offset"] = segment_map.bounds[:, 0]
+    return _sealed(geometry, chunk, count)
+
+
+def _sealed(geometry: Geometry, chunk: Bytes, count: int) -> Bytes:
+    """The chunk with the checksums of its first ``count`` records, and its own."""
+    records = chunk[:-4].view(geometry.record_dtype)[:count]
+    rows = chunk[:-4].reshape(geometry.rows, -1)[:count, :-4]
+    records["crc"] = [crc32c(row) for row in rows]
     chunk[-4:] = np.frombuffer(crc32c(chunk[:-4]).to_bytes(4, "little"), np.uint8)
     return chunk
+
+
+def map_of(
+    geometry: Geometry, records: "npt.NDArray[Any]", holds: "npt.NDArray[np.bool_]"
+) -> SegmentMap:
+    """What the records of a segment say of where its pages are, up to the last that there is.
+
+    Raises:
+        ValueError: A place cannot be.
+    """
+    used = int(np.flatnonzero(holds)[-1]) + 1
+    bounds = None
+    if not geometry.fixed_size:
+        sizes = records["layer_nbytes"][:used].astype(np.int64) + 4
+        if int(sizes.max()) > geometry.chunk_nbytes:
+            raise ValueError(
+                f"it has a layer of {sizes.max()} bytes, at most {geometry.chunk_nbytes}"
+            )
+        bounds = np.zeros((used, geometry.num_layers + 1), np.int64)
+        np.cumsum(sizes, axis=1, out=bounds[:, 1:])
+        bounds += records["offset"][:used].astype(np.int64)[:, None]
+    return SegmentMap(
+        holds=holds[:used].copy(), crcs=records["layer_crcs"][:used].copy(), bounds=bounds
+    )
+
+
+def _keys(keys: "Iterable[bytes | None]") -> "npt.NDArray[np.uint8]":
+    joined = b"".join(key for key in keys if key is not None)
+    return np.frombuffer(joined, np.uint8).reshape(-1, 32)
 
 
 def unpack_catalog(
@@ -66,7 +121,8 @@ def unpack_catalog(
 ) -> "tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]":
     """The records of a catalogue chunk, one a row, and which of them hold a page.
 
-    A record counts if its magic, row, tag, token count and CRC32C are right.
+    A record counts if its magic, row, tag and token count are right. The chunk's CRC32C vouches for
+    its bytes, as the record's own does when it is read alone.
 
     Raises:
         ValueError: The chunk is torn (wrong length or CRC32C) or belongs to another place or store.
@@ -81,10 +137,6 @@ def unpack_catalog(
     holds = (records["magic"] == RECORD_MAGIC) & (records["row"] == rows)
     holds &= (records["tag"] == np.frombuffer(geometry.tag, np.uint8)).all(axis=1)
     holds &= (records["num_tokens"] >= 1) & (records["num_tokens"] <= geometry.page_tokens)
-    lines = raw[:-4].reshape(geometry.rows, -1)
-    crcs = records["crc"].tolist()
-    for number in np.flatnonzero(holds).tolist():
-        holds[number] = crc32c(lines[number, :-4]) == crcs[number]
     if not holds.any():
         raise ValueError("its records are those of another place or store")
     return records, holds

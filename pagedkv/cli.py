@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from pagedkv import __version__
+from pagedkv import __version__, cli_store
 from pagedkv.errors import PagedKVError
 
 if TYPE_CHECKING:
@@ -203,3 +203,7 @@ def demo(
         max_new_tokens=max_new_tokens,
         as_json=as_json,
     )
+
+
+for _command in (cli_store.verify, cli_store.info, cli_store.ls, cli_store.gc, cli_store.bench):
+    app.command()(_command)

@@ -41,11 +41,20 @@ class StoreError(PagedKVError):
 
 
 class CorruptPageError(StoreError):
-    """Stored bytes are not those that were written; ``keys`` names the pages that are lost."""
+    """Stored bytes are not those that were written, or are gone.
 
-    def __init__(self, message: str, keys: tuple[bytes, ...] = ()) -> None:
+    Args:
+        message: What happened, and what to do.
+        keys: Keys of the pages that are lost, as far as they are known.
+        positions: Which of the pages that were asked for are lost.
+    """
+
+    def __init__(
+        self, message: str, keys: tuple[bytes, ...] = (), positions: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.keys = keys
+        self.positions = positions
 
 
 class StoreFullError(StoreError):

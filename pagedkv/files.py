@@ -9,9 +9,12 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +32,11 @@ TEMP_PREFIX = ".tmp-"
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 """Opening a pipe in a file's place must not wait for a writer; a file does not mind."""
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+_NOT_NOW = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_CANNOT_BE_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
+"""How file systems and systems say that they do not know ``O_TMPFILE``."""
 _VANISHED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESPIPE)
 
 
@@ -45,11 +53,16 @@ def translated(place: Path | str, action: str = "use") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        culprit = error.filename
-        if culprit is not None and str(culprit) != str(place):
-            reason = f"{reason} ({culprit})"
-        raise StoreError(f"cannot {action} {place}: {reason}") from error
+        raise_translated(error, place, action)
+
+
+def raise_translated(error: OSError, place: Path | str, action: str) -> NoReturn:
+    """Raise the ``StoreError`` that stands for ``error``, as ``translated`` does."""
+    reason = error.strerror or str(error)
+    culprit = error.filename
+    if isinstance(culprit, str | os.PathLike) and str(culprit) != str(place):
+        reason = f"{reason} ({culprit})"
+    raise StoreError(f"cannot {action} {place}: {reason}") from error
 
 
 def make_dir(path: Path) -> None:
@@ -58,14 +71,67 @@ def make_dir(path: Path) -> None:
         path.mkdir(mode=0o700)
 
 
+def make_dirs(path: Path) -> None:
+    """Create ``path`` and the folders above it, where they are missing."""
+    os.makedirs(path, exist_ok=True)  # noqa: PTH103 - reads as the system call
+
+
+def restrict(path: Path) -> None:
+    """Take all rights on the folder from others than its owner."""
+    os.chmod(path, 0o700)  # noqa: PTH101 - the same
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything at ``path``, or behind it if it is a symbolic link."""
+    try:
+        os.stat(path)  # noqa: PTH116 - the same
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_folder(path: Path, *, follow: bool = False) -> bool:
+    """Whether ``path`` is a folder; a symbolic link is none unless ``follow``."""
+    try:
+        mode = os.stat(path, follow_symlinks=follow).st_mode  # noqa: PTH116 - the same
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISDIR(mode)
+
+
+def names(path: Path) -> list[str]:
+    """Names of all that is in the folder, sorted."""
+    return sorted(os.listdir(path))
+
+
+def open_file(path: Path, *, direct: bool = False) -> int:
+    """A descriptor that reads ``path``, which must not be a symbolic link.
+
+    With ``direct`` it goes past the page cache where the system can; reads must then be aligned.
+    """
+    flags = os.O_RDONLY | _NOFOLLOW | _NONBLOCK
+    if direct and _DIRECT:
+        try:
+            return os.open(path, flags | _DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the file system does not know it
+                raise
+    return os.open(path, flags)
+
+
+def close_file(fd: int) -> None:
+    """Close a descriptor."""
+    os.close(fd)
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[int]:
-    """A descriptor that reads ``path``, which must not be a symbolic link."""
-    fd = os.open(path, os.O_RDONLY | _NOFOLLOW | _NONBLOCK)
+    """A descriptor of ``open_file``, closed after the block."""
+    fd = open_file(path)
     try:
         yield fd
     finally:
-        os.close(fd)
+        close_file(fd)
 
 
 def is_vanished(error: OSError) -> bool:
@@ -75,8 +141,12 @@ def is_vanished(error: OSError) -> bool:
 
 def read_bytes(path: Path) -> bytes:
     """All bytes of ``path``, which must not be a symbolic link."""
-    with reading(path) as fd, open(fd, "rb", closefd=False) as file:
-        return file.read()
+    parts = []
+    with reading(path) as fd, contextlib.suppress(BlockingIOError):  # a pipe with a writer
+        size = os.fstat(fd).st_size
+        while part := os.read(fd, size + 1):
+            parts.append(part)
+    return b"".join(parts)
 
 
 def pread_into(fd: int, out: Bytes, offset: int) -> int:
@@ -88,6 +158,21 @@ def pread_into(fd: int, out: Bytes, offset: int) -> int:
             break
         done += count
     return done
+
+
+def pread_now(fd: int, out: Bytes, offset: int) -> int:
+    """Fill ``out`` as far as that needs no wait for a disk; the bytes read, maybe 0.
+
+    Where the system cannot tell (no Linux, tmpfs), nothing is read.
+    """
+    if not _NOWAIT:
+        return 0
+    try:
+        return os.preadv(fd, [out.data], offset, _NOWAIT)
+    except OSError as error:
+        if error.errno in _NOT_NOW:
+            return 0
+        raise
 
 
 def pread_exact(fd: int, nbytes: int, offset: int) -> Bytes:
@@ -115,12 +200,14 @@ def write_all(fd: int, data: "Bytes | bytes") -> None:
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[tuple[int, Path]]:
-    """A new private file beside ``path``: yields its descriptor and its temporary path.
+def new_file(path: Path, folder: Path | None = None) -> Iterator[tuple[int, Path]]:
+    """A new private file for ``path``: yields its descriptor and its temporary path.
 
-    The caller publishes it with ``os.replace``. If the block raises, the file is removed.
+    It lies beside ``path``, or in another ``folder`` of the same file system. The caller publishes
+    it with ``os.replace``. If the block raises, the file is removed.
     """
-    temp = path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    name = f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}"
+    temp = path.with_name(name) if folder is None else folder / name
     fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
     try:
         yield fd, temp
@@ -131,18 +218,52 @@ def new_file(path: Path) -> Iterator[tuple[int, Path]]:
         os.close(fd)
 
 
-def write_atomic(path: Path, parts: "Iterable[Bytes | bytes]", *, sync: bool = True) -> None:
+def scratch_file(folder: Path) -> int:
+    """A descriptor of a new private file in ``folder`` that has no name: it is gone when closed."""
+    nameless = getattr(os, "O_TMPFILE", None)
+    if nameless is not None:
+        try:
+            return os.open(folder, os.O_RDWR | os.O_EXCL | nameless, 0o600)
+        except OSError as error:
+            if error.errno not in _CANNOT_BE_NAMELESS:
+                raise
+    name = folder / f"{TEMP_PREFIX}scratch-{secrets.token_hex(4)}"
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
+    try:
+        os.unlink(name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_atomic(
+    path: Path,
+    parts: "Iterable[Bytes | bytes]",
+    *,
+    sync: bool = True,
+    folder: Path | None = None,
+) -> None:
     """Replace ``path`` by the concatenated ``parts``: readers see the old bytes or all of the new.
 
     With ``sync`` the bytes are on the disk before the name changes; the new *name* is durable after
-    ``sync_dir`` of the folder.
+    ``sync_dir`` of the folder. Until then they lie beside ``path``, or in ``folder``.
     """
-    with new_file(path) as (fd, temp):
+    with new_file(path, folder) as (fd, temp):
         for part in parts:
             write_all(fd, part)
         if sync:
             sync_file(fd)
-        os.replace(temp, path)
+        replace(temp, path)
+
+
+def overwrite(path: Path, data: "Bytes | bytes", offset: int) -> None:
+    """Replace bytes in the middle of the file ``path``, unsynced; its other bytes stay."""
+    fd = os.open(path, os.O_WRONLY | _NOFOLLOW | _NONBLOCK)
+    try:
+        pwrite_all(fd, data, offset)
+    finally:
+        os.close(fd)
 
 
 def sync_file(fd: int) -> None:
@@ -151,6 +272,31 @@ def sync_file(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
     else:
         os.fsync(fd)
+
+
+def sync_together(syncs: "Sequence[Callable[[], None]]") -> None:
+    """Run several of ``sync_file`` and ``sync_dir`` at once: the disk does them in one go.
+
+    Raises:
+        OSError: One of them failed, the first one; all are done.
+    """
+    errors: list[BaseException | None] = [None] * len(syncs)
+
+    def run(number: int) -> None:
+        try:
+            syncs[number]()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(1, len(syncs))]
+    for thread in threads:
+        thread.start()
+    run(0)
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def sync_dir(path: Path) -> None:
@@ -162,10 +308,30 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def remove(path: Path) -> None:
-    """Remove the file, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
+def replace(path: Path, by_name: Path) -> None:
+    """Give the file at ``path`` another name, in place of what has that name."""
+    os.replace(path, by_name)
+
+
+def changed_ns(path: Path) -> int:
+    """When the folder's names last changed, in nanoseconds since 1970."""
+    return os.stat(path).st_mtime_ns  # noqa: PTH116 - reads as the system call
+
+
+def remove(path: Path) -> int:
+    """Remove the file, if it is there; its size, 0 if it is not."""
+    try:
+        nbytes = os.lstat(path).st_size
         os.unlink(path)
+    except FileNotFoundError:
+        return 0
+    return nbytes
+
+
+def remove_empty_folder(path: Path) -> None:
+    """Remove the folder, if there is one; ``OSError`` if something is in it."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.rmdir(path)  # noqa: PTH106 - reads as the system call, like os.unlink
 
 
 def remove_temps(path: Path) -> None:
@@ -184,6 +350,28 @@ def file_sizes(path: Path) -> dict[str, int]:
                 with contextlib.suppress(FileNotFoundError):
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
     return sizes
+
+
+def subfolders(path: Path) -> list[str]:
+    """Names of the folders in a folder, without symbolic links; empty if it is gone."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return []
+
+
+def tree_nbytes(path: Path) -> int:
+    """Size of all regular files below the folder ``path``; what vanishes meanwhile counts as 0."""
+    below = sum(tree_nbytes(path / name) for name in subfolders(path))
+    return below + sum(file_sizes(path).values())
+
+
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes, but for rare coincidences, when ``path`` is replaced; None if it is not there."""
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def open_folder(path: Path) -> int:
@@ -211,7 +399,10 @@ def locked(path: Path) -> Iterator[None]:
     fd = open_folder(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            unlock(fd)  # a child forked meanwhile shares the descriptor, and would keep the lock
     finally:
         os.close(fd)
 

@@ -22,7 +22,7 @@ from pagedkv.spec import KVSpec, PageKey
 FORMAT_VERSION = 1
 ATTRIBUTE = "pagedkv"
 METADATA = "zarr.json"
-KV, CATALOG = "kv", "catalog"
+KV, CATALOG, EVICTED = "kv", "catalog", "evicted"
 
 SEGMENT_NBYTES = 48 * 2**20
 """About how large a full segment is."""
@@ -39,6 +39,8 @@ CATALOG_DIMENSIONS = ("row", "record")
 
 LayerCrcs = npt.NDArray[np.uint32]
 """CRC32C of each layer's payload, ``(page, layer)``."""
+LayerSizes = npt.NDArray[np.uint32]
+"""Bytes of each layer's payload, without its CRC, ``(page, layer)``."""
 
 
 class StoreRow(NamedTuple):
@@ -49,14 +51,24 @@ class StoreRow(NamedTuple):
     row: int
 
 
+PackedRows = npt.NDArray[np.int64]
+"""Rows as integers, by ``pack_row``."""
+ROW_BITS, GROUP_BITS = 40, 16
+"""A packed row is one integer, as an index of millions keeps it: lane, group, row from the top."""
+
+
 def pack_row(row: StoreRow) -> int:
-    """The row as one integer."""
-    return (row.lane << 16 | row.group) << 40 | row.row
+    """A row as one integer; packed rows of one segment are consecutive."""
+    return (row.lane << GROUP_BITS | row.group) << ROW_BITS | row.row
 
 
 def unpack_row(packed: int) -> StoreRow:
     """The row that ``pack_row`` packed."""
-    return StoreRow(packed >> 56, packed >> 40 & 0xFFFF, packed & (1 << 40) - 1)
+    return StoreRow(
+        packed >> ROW_BITS + GROUP_BITS,
+        packed >> ROW_BITS & (1 << GROUP_BITS) - 1,
+        packed & (1 << ROW_BITS) - 1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,7 +113,10 @@ class Geometry:
 
     Args:
         num_layers: Layers of a page.
-        payload_nbytes: Stored bytes of one layer without its CRC.
+        fixed_size: Whether every layer has the same number of stored bytes, so that its place can
+            be computed. If not, the catalogue says where it is.
+        payload_nbytes: Stored bytes of one layer without its CRC; the most they can be if their
+            number is not fixed.
         page_tokens: Tokens of a page.
         rows: Rows of a segment, used or not.
         tag: Names spec and codec; every record carries it. The first 8 bytes of SHA-256 over the
@@ -109,17 +124,33 @@ class Geometry:
     """
 
     num_layers: int
+    fixed_size: bool
     payload_nbytes: int
     page_tokens: int
     rows: int
     tag: bytes
 
     @classmethod
-    def of(cls, spec: KVSpec, codec: Codec, rows: int | None = None) -> "Geometry":
-        """The geometry of ``spec`` under ``codec``; ``rows`` is chosen by size if not given."""
+    def of(
+        cls,
+        spec: KVSpec,
+        codec: Codec,
+        rows: int | None = None,
+        max_nbytes: int | None = None,
+    ) -> "Geometry":
+        """The geometry of ``spec`` under ``codec``.
+
+        Args:
+            spec: Geometry of a page.
+            codec: How a layer becomes bytes.
+            rows: Rows of a segment; chosen by size if not given.
+            max_nbytes: The store's bound, so that a segment is not more than a 16th of it: space
+                comes back a segment at a time.
+        """
         text = json.dumps(codec.to_dict(), sort_keys=True, separators=(",", ":"))
         one = cls(
             num_layers=spec.held_layers,
+            fixed_size=codec.fixed_size,
             payload_nbytes=codec.layer_nbytes(spec),
             page_tokens=spec.page_tokens,
             rows=1,
@@ -128,6 +159,8 @@ class Geometry:
         if rows is None:
             overhead_nbytes = one.write_nbytes(1) - one.page_nbytes
             rows = min(SEGMENT_NBYTES // one.page_nbytes, MAX_OVERHEAD_NBYTES // overhead_nbytes)
+            if max_nbytes is not None:
+                rows = min(rows, max_nbytes // 16 // one.write_nbytes(1))
             rows = min(max(rows, 1), MAX_SEGMENT_ROWS)
         return replace(one, rows=rows)
 
@@ -138,7 +171,7 @@ class Geometry:
 
     @property
     def page_nbytes(self) -> int:
-        """One page: its layers one after the other."""
+        """One page: its layers one after the other; the most it can be if that is not fixed."""
         return self.num_layers * self.chunk_nbytes
 
     def segment_nbytes(self, num_pages: int) -> int:
@@ -148,7 +181,7 @@ class Geometry:
     @property
     def record_dtype(self) -> np.dtype[Any]:
         """One record of the catalogue."""
-        return _record_dtype(self.num_layers, self.page_tokens)
+        return _record_dtype(self.num_layers, self.page_tokens, self.fixed_size)
 
     @property
     def catalog_nbytes(self) -> int:
@@ -168,7 +201,8 @@ class Geometry:
 
 
 @functools.cache
-def _record_dtype(num_layers: int, page_tokens: int) -> np.dtype[Any]:
+def _record_dtype(num_layers: int, page_tokens: int, fixed_size: bool) -> np.dtype[Any]:
+    places = [] if fixed_size else [("offset", "<u8"), ("layer_nbytes", "<u4", (num_layers,))]
     return np.dtype(
         [
             ("magic", "S4"),
@@ -182,6 +216,7 @@ def _record_dtype(num_layers: int, page_tokens: int) -> np.dtype[Any]:
             ("parent", "u1", (32,)),
             ("salt_sha256", "u1", (32,)),
             ("layer_crcs", "<u4", (num_layers,)),
+            *places,
             ("tokens", "<i4", (page_tokens,)),
             ("crc", "<u4"),
         ]
@@ -247,12 +282,17 @@ def segment_number(name: str, num_dimensions: int) -> int | None:
     return int(parts[1]) if chunk_name(int(parts[1]), num_dimensions) == name else None
 
 
-def segment_index(geometry: Geometry, num_pages: int) -> bytes:
-    """The index that ends a segment file of ``num_pages`` pages, with its CRC32C."""
+def segment_index(geometry: Geometry, layer_nbytes: LayerSizes) -> bytes:
+    """The index that ends a segment file, with its CRC32C.
+
+    Args:
+        geometry: Sizes in the file.
+        layer_nbytes: Payload bytes of each layer of the pages in the file, ``(page, layer)``.
+    """
     index = np.full((geometry.rows * geometry.num_layers, 2), NO_ENTRY, "<u8")
-    used = num_pages * geometry.num_layers
-    index[:used, 0] = np.arange(used, dtype=np.uint64) * np.uint64(geometry.chunk_nbytes)
-    index[:used, 1] = geometry.chunk_nbytes
+    used = layer_nbytes.size
+    index[:used, 1] = layer_nbytes.reshape(-1) + np.uint64(4)
+    index[:used, 0] = np.cumsum(index[:used, 1]) - index[:used, 1]
     return index.tobytes() + crc32c(index).to_bytes(4, "little")
 
 

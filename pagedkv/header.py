@@ -1,13 +1,29 @@
-"""``StoreHeader``: what the attributes of a store's root group say."""
+"""``StoreHeader``: what the attributes of a store's root group say.
 
+They carry a checksum, and each lane has a copy: a store outlives the damage of its root document.
+"""
+
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import google_crc32c
+
 from pagedkv.codec import Codec, codec_from_dict
 from pagedkv.errors import FormatVersionError, SpecMismatchError, StoreError
-from pagedkv.format import FORMAT_VERSION, MAX_SEGMENT_ROWS, Geometry
+from pagedkv.format import ATTRIBUTE, FORMAT_VERSION, MAX_SEGMENT_ROWS, METADATA, Geometry
 from pagedkv.spec import KVSpec
+
+CHECKSUM = "crc32c"
+"""The field that holds the checksum of all others."""
+
+
+def checksum(values: Mapping[str, Any]) -> str:
+    """CRC32C over the canonical JSON of all fields but the checksum, as 8 hex digits."""
+    fields = {name: value for name, value in values.items() if name != CHECKSUM}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return f"{google_crc32c.value(text.encode()):08x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +55,9 @@ class StoreHeader:
         return cls(
             specs=specs,
             codec=codec,
-            segment_rows=tuple(Geometry.of(spec, codec).rows for spec in specs),
+            segment_rows=tuple(
+                Geometry.of(spec, codec, max_nbytes=max_nbytes).rows for spec in specs
+            ),
             max_nbytes=max_nbytes,
             store_tokens=store_tokens,
         )
@@ -62,8 +80,8 @@ class StoreHeader:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes, as JSON-serialisable values."""
-        return {
+        """The attributes, as JSON-serialisable values with their checksum."""
+        values = {
             "format_version": FORMAT_VERSION,
             "specs": [spec.to_dict() for spec in self.specs],
             "codec": self.codec.to_dict(),
@@ -71,15 +89,39 @@ class StoreHeader:
             "max_nbytes": self.max_nbytes,
             "store_tokens": self.store_tokens,
         }
+        return {**values, CHECKSUM: checksum(values)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str) -> "StoreHeader":
+    def from_document(cls, document: bytes, where: str) -> "StoreHeader":
+        """The header in the ``zarr.json`` of a store's root group.
+
+        Raises:
+            FormatVersionError: It was written by a later format.
+            StoreError: There is none, or a damaged one; ``where`` names the store.
+        """
+        try:
+            node = json.loads(document)
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"{where}/{METADATA} is damaged: {error}") from error
+        attributes = node.get("attributes") if isinstance(node, dict) else None
+        if not isinstance(attributes, dict) or ATTRIBUTE not in attributes:
+            raise StoreError(
+                f"{where} holds a Zarr node of something else (no attribute {ATTRIBUTE!r}): it is"
+                " left as it is; give another path"
+            )
+        return cls.from_dict(attributes[ATTRIBUTE], where)
+
+    @classmethod
+    def from_dict(cls, values: object, where: str) -> "StoreHeader":
         """The header that ``to_dict`` described.
 
         Raises:
             FormatVersionError: It was written by a later format.
-            StoreError: It is no header; ``where`` names the store.
+            StoreError: It is no header, or damaged; ``where`` names the store.
         """
+        if not _is_intact(values):
+            raise StoreError(f"the attributes of {where} are damaged: their CRC32C is wrong")
+        assert isinstance(values, dict)
         version = values.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise FormatVersionError(
@@ -104,3 +146,10 @@ class StoreHeader:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StoreError(f"the attributes of {where} are damaged: {error!r}") from error
         return header
+
+
+def _is_intact(values: object) -> bool:
+    try:
+        return isinstance(values, dict) and values.get(CHECKSUM) == checksum(values)
+    except RecursionError:
+        return False

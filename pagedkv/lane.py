@@ -7,31 +7,33 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files, metadata
-from pagedkv.catalog import derived_chunks, pack_catalog, unpack_catalog
+from pagedkv.catalog import HAS_PARENT, derived_chunks, map_of, unpack_catalog
+from pagedkv.codec import Bytes
 from pagedkv.format import (
     CATALOG,
     CATALOG_DIMENSIONS,
+    EVICTED,
     KV,
     KV_DIMENSIONS,
     METADATA,
     Geometry,
-    LayerCrcs,
-    PageEntry,
     chunk_name,
     crc32c,
     derived_columns,
     segment_number,
 )
 from pagedkv.segment import SegmentFormat
+from pagedkv.segment_map import SegmentMap
 from pagedkv.spec import PageKey
 
 Array = npt.NDArray[Any]
@@ -40,27 +42,49 @@ logger = logging.getLogger("pagedkv")
 
 _FIRST_SEGMENTS = 16
 _MORE_SEGMENTS = 256
+_SYNCED_TOGETHER = 4
+_GROWTH_NBYTES = 16 * 2**10
+_YOUNG_NS = 50 * 10**6
+"""A folder changed so lately may change again without showing it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """What is kept in memory of a committed segment.
+    """What is always kept in memory of a committed segment.
 
     Args:
         number: Its place: it has the rows from ``number * rows`` on.
+        path: Its file.
         keys: Key of each row in use; None where a row holds no page.
-        crcs: CRC32C of each layer, ``(row, layer)``.
     """
 
-    number: int
-    keys: tuple[PageKey | None, ...]
-    crcs: LayerCrcs
+    __slots__ = ("keys", "number", "path", "used_at")
+
+    def __init__(self, number: int, path: Path, keys: tuple[PageKey | None, ...]) -> None:
+        self.number = number
+        self.path = path
+        self.keys = keys
+        self.used_at = np.zeros(len(keys), np.uint64)
+        """The store's clock when each row was last used, ``(row,)``."""
+
+
+class SegmentSource(Protocol):
+    """Pages on their way into segments, in the order of their rows."""
+
+    @property
+    def keys(self) -> Sequence[PageKey]:
+        """Key of each page."""
+
+    def write(self, fd: int, start: int, count: int) -> SegmentMap:
+        """Write the segment file of the pages from number ``start`` on."""
+
+    def catalog(self, segment: int, start: int, segment_map: SegmentMap) -> Bytes:
+        """The catalogue chunk of segment number ``segment``, with the pages from ``start`` on."""
 
 
 class LaneGroup:
     """The segments, the catalogue and the derived columns of one layer group in one lane.
 
-    Reading, ``commit`` and ``grow`` are thread-safe; the store guards the attributes.
+    ``commit``, ``load_map`` and ``grow`` are thread-safe; the store guards the attributes.
 
     Args:
         path: Folder of the group.
@@ -69,7 +93,7 @@ class LaneGroup:
     Attributes:
         segments: The committed segments that the store knows, by number.
         next_segment: Number of the next segment to be written.
-        num_torn_chunks: Segments that ``load`` had to leave out.
+        is_complete: Whether ``load`` could read all that it tried to; else it is worth another try.
     """
 
     def __init__(self, path: Path, segment_format: SegmentFormat) -> None:
@@ -77,7 +101,8 @@ class LaneGroup:
         self.segment_format = segment_format
         self.segments: dict[int, Segment] = {}
         self.next_segment = 0
-        self.num_torn_chunks = 0
+        self.is_complete = True
+        self._torn: set[int] = set()
         self._columns = derived_columns(self.geometry.page_tokens)
         self._arrays = {KV: len(KV_DIMENSIONS), CATALOG: len(CATALOG_DIMENSIONS)}
         self._arrays |= {column.name: len(column.dimensions) for column in self._columns}
@@ -93,39 +118,97 @@ class LaneGroup:
         """File of a segment in one of the group's arrays (``kv``, ``catalog``, …)."""
         return self.path / array / chunk_name(number, self._arrays[array])
 
-    def measure(self) -> int:
-        """Bytes of all chunks on disk."""
-        return sum(sum(self._chunk_sizes(array).values()) for array in self._arrays)
-
-    def load(self) -> list[Segment]:
-        """Read the catalogue: all committed segments, in order.
+    def load(self) -> list[tuple[Segment, SegmentMap]]:
+        """Read what the catalogue has beyond ``segments``: committed segments, in order.
 
         A torn or foreign chunk is logged, counted in ``num_torn_chunks`` and left out, and so is a
         segment whose file is gone.
         """
         chunks = self._chunk_sizes(CATALOG)  # first: a writer makes a segment before its record
         data = self._chunk_sizes(KV)
-        self.next_segment = max([-1, *data, *chunks]) + 1
+        self.next_segment = max([self.next_segment - 1, *data, *chunks]) + 1
         loaded = []
-        for number in sorted(chunks):
+        self.is_complete = True
+        for number in sorted(chunks.keys() - self.segments.keys() - self._torn):
             try:
-                chunk = files.read_bytes(self.chunk_path(CATALOG, number))
-                records, holds = unpack_catalog(self.geometry, number, chunk)
                 if number not in data:
-                    raise FileNotFoundError("its segment is gone")
+                    raise ValueError("its segment is gone")
+                loaded.append(self._load_segment(number))
             except (OSError, ValueError) as error:
-                self.num_torn_chunks += 1
+                if isinstance(error, ValueError) or files.is_vanished(error):
+                    self._torn.add(number)
+                else:
+                    self.is_complete = False
                 logger.warning("skipped %s: %s", self.chunk_path(CATALOG, number), error)
-                continue
-            used = int(np.flatnonzero(holds)[-1]) + 1
-            raw = records["key"][:used].tobytes()
-            keys = tuple(
-                PageKey(raw[32 * row : 32 * row + 32]) if held else None
-                for row, held in enumerate(holds[:used].tolist())
-            )
-            crcs = records["layer_crcs"][:used].copy()
-            loaded.append(Segment(number=number, keys=keys, crcs=crcs))
         return loaded
+
+    def missing(self) -> list[int]:
+        """Numbers of those of ``segments`` whose catalogue chunk is gone by now."""
+        return sorted(self.segments.keys() - self._chunk_sizes(CATALOG).keys())
+
+    def generation(self) -> int:
+        """A number that changes when another process commits or removes a segment.
+
+        It is the time of the catalogue folder's last change. The clock of a file system ticks, so
+        that a second change within one tick does not show: what is younger than a few ticks is
+        not to be relied on, and 0 is returned.
+        """
+        try:
+            changed = files.changed_ns(self.path / CATALOG)
+        except OSError as error:
+            if files.is_vanished(error):
+                return -1
+            raise
+        return 0 if is_young(changed) else changed
+
+    def nbytes_of(self, segment_map: SegmentMap) -> int:
+        """Bytes of all files of a segment."""
+        pages = self.segment_format.extents(segment_map)[1]
+        overhead = self.geometry.write_nbytes(1) - self.geometry.page_nbytes
+        return int(pages[-1]) + overhead
+
+    def load_map(self, segment: Segment) -> SegmentMap:
+        """Read a segment's map from its catalogue chunk again.
+
+        Raises:
+            ValueError: The chunk is damaged.
+            OSError: It is gone (``files.is_vanished``), or the system could not read.
+        """
+        again, segment_map = self._load_segment(segment.number)
+        for row, key in enumerate(segment.keys):
+            if row >= len(again.keys) or again.keys[row] != key:
+                raise ValueError("it has other pages than when it was opened")
+        return segment_map
+
+    def remove(self, number: int) -> int:
+        """Remove a segment's files, the catalogue chunk first; the bytes that were freed.
+
+        Raises:
+            OSError: The system could not remove them.
+        """
+        paths = [self.chunk_path(array, number) for array in (CATALOG, KV)]
+        paths += [self.chunk_path(column.name, number) for column in self._columns]
+        freed = 0
+        for path in paths:
+            freed += files.remove(path)
+        return freed
+
+    def parents_of(self, number: int) -> tuple[bytes, npt.NDArray[np.bool_]]:
+        """The parents' keys of a segment's rows, 32 bytes each, and which rows have one.
+
+        Raises:
+            ValueError: Its catalogue chunk is damaged.
+            OSError: It is gone, or the system could not read.
+        """
+        chunk = files.read_bytes(self.chunk_path(CATALOG, number))
+        records, holds = unpack_catalog(self.geometry, number, chunk)
+        return records["parent"].tobytes(), holds & (records["flags"] & HAS_PARENT != 0)
+
+    def missing_nbytes(self) -> int:
+        """About how much ``prepare`` is going to write."""
+        documents = self._documents() if self._missing_documents() else {}
+        columns = len(self._incomplete()) * self.geometry.derived_nbytes
+        return 2 * sum(len(document) for document in documents.values()) + columns
 
     def prepare(self) -> None:
         """Make the group ready for its lane's writer, after ``load``.
@@ -134,17 +217,16 @@ class LaneGroup:
         a record do not exist) and rewrites missing chunks of derived columns.
         """
         files.make_dir(self.path)
-        missing = [array for array in self._arrays if self._num_rows(array) is None]
+        missing = self._missing_documents()
         if missing or metadata.read_document(self.path) is None:
-            spec, codec = self.segment_format.spec, self.segment_format.codec
-            documents = metadata.array_documents(spec, codec, self.geometry)
+            documents = self._documents()
             for array in missing:
                 files.make_dir(self.path / array)
                 files.write_atomic(self.path / array / METADATA, [documents[array]])
-                files.sync_dir(self.path / array)
             files.write_atomic(self.path / METADATA, [metadata.group_document()])
-            files.sync_dir(self.path)
         files.remove_temps(self.path)
+        num_rows = self._num_rows(CATALOG) or 0
+        self.next_segment = max(self.next_segment, -(-num_rows // self.geometry.rows))
         committed = self._chunk_sizes(CATALOG)
         for array in self._arrays:
             files.remove_temps(self.path / array)
@@ -152,47 +234,62 @@ class LaneGroup:
                 files.remove(self.chunk_path(array, number))
         self._complete_columns()
         self._set_capacity(self.next_segment)
+        files.sync_dir(self.path)
 
-    def commit(
-        self,
-        first: int,
-        batches: Sequence[Sequence[tuple[PageEntry, Array]]],
-        *,
-        store_tokens: bool,
-    ) -> list[Segment]:
+    def commit(self, first: int, source: SegmentSource) -> list[tuple[Segment, SegmentMap]]:
         """Write segments ``first``, ``first + 1``, … durably: all of them or none.
 
         Raises:
             OSError: The system could not write; nothing is left of the segments.
             ValueError: The codec cannot represent a number; the same.
         """
-        numbers = range(first, first + len(batches))
+        rows = self.geometry.rows
+        numbers = range(first, first + -(-len(source.keys) // rows))
+        temps: list[tuple[Path, Path]] = []
+        made: list[tuple[Segment, SegmentMap, Bytes]] = []
         try:
-            segments, chunks = self._write_segments(numbers, batches, store_tokens=store_tokens)
-            for number, chunk in zip(numbers, chunks, strict=True):
-                files.write_atomic(self.chunk_path(CATALOG, number), [chunk])
-            files.sync_dir(self.path / CATALOG)
+            for start in range(0, len(numbers), _SYNCED_TOGETHER):
+                part = numbers[start : start + _SYNCED_TOGETHER]
+                made += self._write_segments(part, start * rows, source, temps)
+            for temp, path in temps:
+                files.replace(temp, path)
+            folders = (self.path / KV, self.path / CATALOG)
+            files.sync_together([partial(files.sync_dir, folder) for folder in folders])
         except BaseException:
-            for number in numbers:
-                for array in (CATALOG, KV):
+            for paths in reversed(temps):
+                for path in paths:
                     with contextlib.suppress(OSError):
-                        files.remove(self.chunk_path(array, number))
+                        files.remove(path)
             raise
-        for number, chunk in zip(numbers, chunks, strict=True):
-            self._write_columns(number, chunk.tobytes())
-        return segments
+        for segment, _, chunk in made:
+            self._write_columns(segment.number, chunk, np.arange(rows) < len(segment.keys))
+        return [(segment, segment_map) for segment, segment_map, _ in made]
 
-    def grow(self, num_segments: int) -> None:
-        """Make the arrays long enough for so many segments; in steps, so that it happens rarely."""
+    def growth_nbytes(self, num_segments: int) -> int:
+        """About how much ``grow`` is going to write beside what is there."""
+        return _GROWTH_NBYTES if num_segments > self._capacity else 0
+
+    def grow(self, num_segments: int) -> int:
+        """Make the arrays long enough for so many segments; in steps, so that it happens rarely.
+
+        Returns:
+            How many bytes longer their documents are.
+        """
         with self._growth:
-            if num_segments > self._capacity:
-                ahead = min(max(num_segments, _FIRST_SEGMENTS), _MORE_SEGMENTS)
-                self._set_capacity(num_segments + ahead)
+            if num_segments <= self._capacity:
+                return 0
+            ahead = min(max(num_segments, _FIRST_SEGMENTS), _MORE_SEGMENTS)
+            return self._set_capacity(num_segments + ahead)
 
     def trim(self) -> None:
         """Make the arrays end where the last segment does."""
         with self._growth:
             self._set_capacity(self.next_segment)
+
+    @property
+    def num_torn_chunks(self) -> int:
+        """Segments that ``load`` had to leave out."""
+        return len(self._torn)
 
     def locate(self, row: int) -> tuple[Segment, int] | None:
         """The segment of a row and its place in it; None if the row never held a page."""
@@ -201,27 +298,6 @@ class LaneGroup:
         if segment is None or place >= len(segment.keys) or segment.keys[place] is None:
             return None
         return segment, place
-
-    def read(
-        self, segment: Segment, places: Sequence[int], layer: int | None, out: Sequence[Array]
-    ) -> Sequence[int]:
-        """Read pages of one segment, or one layer of each, into ``out``.
-
-        Returns:
-            Positions in ``places`` of the pages that are damaged or gone.
-
-        Raises:
-            OSError: The system could not read.
-        """
-        try:
-            with files.reading(self.chunk_path(KV, segment.number)) as fd:
-                if layer is None:
-                    return self.segment_format.read_pages(fd, places, segment.crcs, out)
-                return self.segment_format.read_layers(fd, places, layer, segment.crcs, out)
-        except OSError as error:
-            if files.is_vanished(error):
-                return range(len(places))
-            raise
 
     def read_record(self, number: int, place: int) -> Array:
         """One record of the catalogue, by segment and place in it, as an array of one.
@@ -244,51 +320,78 @@ class LaneGroup:
         return record
 
     def _write_segments(
-        self,
-        numbers: range,
-        batches: Sequence[Sequence[tuple[PageEntry, Array]]],
-        *,
-        store_tokens: bool,
-    ) -> tuple[list[Segment], list[Array]]:
-        """Make the segment files durable; also the catalogue chunks that will commit them."""
-        segments, chunks, temps = [], [], []
-        with contextlib.ExitStack() as stack:
-            for number, batch in zip(numbers, batches, strict=True):
-                fd, temp = stack.enter_context(files.new_file(self.chunk_path(KV, number)))
-                crcs = self.segment_format.write(fd, [page for _, page in batch])
-                files.sync_file(fd)
-                temps.append(temp)
-                entries = [entry for entry, _ in batch]
-                keys = tuple(entry.key for entry in entries)
-                segments.append(Segment(number=number, keys=keys, crcs=crcs))
-                chunks.append(
-                    pack_catalog(self.geometry, number, entries, crcs, store_tokens=store_tokens)
-                )
-            for number, temp in zip(numbers, temps, strict=True):
-                temp.replace(self.chunk_path(KV, number))
-        files.sync_dir(self.path / KV)
-        return segments, chunks
+        self, numbers: range, start: int, source: SegmentSource, temps: list[tuple[Path, Path]]
+    ) -> list[tuple[Segment, SegmentMap, Bytes]]:
+        """Make the bytes of a few segments durable, under temporary names; adds these to ``temps``.
 
-    def _write_columns(self, number: int, chunk: bytes) -> None:
+        Neither a segment nor its catalogue chunk is visible yet, so that they may get to the disk
+        in any order.
+        """
+        made: list[tuple[Segment, SegmentMap, Bytes]] = []
+        with contextlib.ExitStack() as stack:
+            syncs = []
+            for number in numbers:
+                keys = tuple(source.keys[start : start + self.geometry.rows])
+                path = self.chunk_path(KV, number)
+                fd, temp = stack.enter_context(files.new_file(path))
+                temps.append((temp, path))
+                segment_map = source.write(fd, start, len(keys))
+                syncs.append(partial(files.sync_file, fd))
+                chunk = source.catalog(number, start, segment_map)
+                catalog_path = self.chunk_path(CATALOG, number)
+                fd, temp = stack.enter_context(files.new_file(catalog_path))
+                temps.append((temp, catalog_path))
+                files.write_all(fd, chunk)
+                syncs.append(partial(files.sync_file, fd))
+                made.append((Segment(number, path, keys), segment_map, chunk))
+                start += len(keys)
+            files.sync_together(syncs)
+        return made
+
+    def _load_segment(self, number: int) -> tuple[Segment, SegmentMap]:
+        chunk = files.read_bytes(self.chunk_path(CATALOG, number))
+        records, holds = unpack_catalog(self.geometry, number, chunk)
+        segment_map = map_of(self.geometry, records, holds)
+        raw = records["key"][: len(segment_map.holds)].tobytes()
+        keys = tuple(
+            PageKey(raw[32 * row : 32 * row + 32]) if held else None
+            for row, held in enumerate(segment_map.holds.tolist())
+        )
+        return Segment(number, self.chunk_path(KV, number), keys), segment_map
+
+    def _write_columns(self, number: int, chunk: Bytes, holds: npt.NDArray[np.bool_]) -> None:
         """Write the derived columns of a segment: a convenience, so failing is only logged."""
+        records = chunk[:-4].view(self.geometry.record_dtype)
         try:
-            records, holds = unpack_catalog(self.geometry, number, chunk)
             for name, values in derived_chunks(self.geometry, records, holds).items():
                 data = values.reshape(-1).view(np.uint8)
                 files.write_atomic(self.chunk_path(name, number), [data], sync=False)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             logger.warning("could not write the derived columns of %s: %s", self.path, error)
 
     def _complete_columns(self) -> None:
+        for number in sorted(self._incomplete()):
+            with contextlib.suppress(OSError, ValueError):
+                chunk = files.read_bytes(self.chunk_path(CATALOG, number))
+                _, holds = unpack_catalog(self.geometry, number, chunk)
+                self._write_columns(number, np.frombuffer(chunk, np.uint8), holds)
+
+    def _incomplete(self) -> set[int]:
+        """Segments that lack a chunk of a derived column."""
         incomplete: set[int] = set()
         for column in self._columns:
             sizes = self._chunk_sizes(column.name)
             nbytes = self.geometry.rows * column.row_nbytes
             incomplete |= {n for n in self.segments if sizes.get(n) != nbytes}
-        for number in sorted(incomplete):
-            with contextlib.suppress(OSError):
-                chunk = files.read_bytes(self.chunk_path(CATALOG, number))
-                self._write_columns(number, chunk)
+        return incomplete
+
+    def _documents(self) -> dict[str, bytes]:
+        """The documents of all arrays, without rows."""
+        form = self.segment_format
+        return metadata.array_documents(form.spec, form.codec, self.geometry)
+
+    def _missing_documents(self) -> list[str]:
+        return [array for array in (*self._arrays, EVICTED) if self._num_rows(array) is None]
 
     def _chunk_sizes(self, array: str) -> dict[int, int]:
         """Size of each chunk file of an array by its segment."""
@@ -307,18 +410,26 @@ class LaneGroup:
         except (ValueError, KeyError, TypeError, IndexError, OverflowError):
             return None
 
-    def _set_capacity(self, num_segments: int) -> None:
+    def _set_capacity(self, num_segments: int) -> int:
         num_rows = num_segments * self.geometry.rows
         lengths = {array: self._num_rows(array) for array in self._arrays}
         made: dict[str, bytes] = {}
         if None in lengths.values():  # damaged meanwhile: they hold nothing that is not known
-            made = metadata.array_documents(
-                self.segment_format.spec, self.segment_format.codec, self.geometry
-            )
+            made = self._documents()
+        growth = 0
         for array, length in lengths.items():
             if length != num_rows:
                 path = self.path / array / METADATA
-                document = json.loads(files.read_bytes(path) if length is not None else made[array])
+                before = files.read_bytes(path) if length is not None else made[array]
+                document = json.loads(before)
                 document["shape"][0] = num_rows
-                files.write_atomic(path, [json.dumps(document, indent=2).encode()])
+                after = json.dumps(document, indent=2).encode()
+                files.write_atomic(path, [after])
+                growth += len(after) - len(before)
         self._capacity = num_segments
+        return growth
+
+
+def is_young(changed_ns: int) -> bool:
+    """Whether a folder changed so lately that a second change may have the same time."""
+    return time.time_ns() - changed_ns < _YOUNG_NS

@@ -11,8 +11,9 @@ import socket
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from pagedkv import files, metadata
+from pagedkv import files, lane_document
 from pagedkv.format import ATTRIBUTE, METADATA, lane_name, lane_number
 
 
@@ -29,7 +30,7 @@ class LaneLock:
         self.lane = lane
         self.path = path
         self._fd = fd
-        self._close = weakref.finalize(self, os.close, fd)
+        self._close = weakref.finalize(self, files.close_file, fd)
 
     @classmethod
     def take(cls, root: Path) -> "LaneLock":
@@ -37,32 +38,48 @@ class LaneLock:
         for lane in itertools.count():
             path = root / lane_name(lane)
             files.make_dir(path)
-            if path.is_symlink():
-                continue
-            fd = files.open_folder(path)
-            if files.try_lock(fd):
-                return cls(lane, path, fd)
-            os.close(fd)
+            lock = cls.try_take(root, lane) if files.is_folder(path) else None
+            if lock is not None:
+                return lock
         raise AssertionError("unreachable")
 
-    def prepare(self) -> None:
-        """Remove what an earlier writer left half done, and name the holder in the lane's group."""
+    @classmethod
+    def try_take(cls, root: Path, lane: int) -> "LaneLock | None":
+        """Lock a lane if nobody holds it."""
+        path = root / lane_name(lane)
+        fd = files.open_folder(path)
+        try:
+            is_taken = files.try_lock(fd)
+        except BaseException:
+            files.close_file(fd)
+            raise
+        if is_taken:
+            return cls(lane, path, fd)
+        files.close_file(fd)
+        return None
+
+    def clean(self) -> None:
+        """Remove what an earlier writer left half done."""
         files.remove_temps(self.path)
-        document = metadata.read_document(self.path) or json.loads(metadata.group_document())
-        holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+
+    @staticmethod
+    def holder() -> dict[str, Any]:
+        """What the lane's document shall say of this process."""
+        return {
+            lane_document.LAST_WRITER: {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
         }
-        document["attributes"] = {ATTRIBUTE: {"last_writer": holder}}
-        files.write_atomic(self.path / METADATA, [json.dumps(document, indent=2).encode()])
-        files.sync_dir(self.path)
 
     def release(self) -> None:
         """Give the lock back; also where forked children share its descriptor."""
         if self._close.alive:
-            files.unlock(self._fd)
-            self._close()
+            try:
+                files.unlock(self._fd)
+            finally:
+                self._close()
 
     def drop(self) -> None:
         """Close this process's descriptor; a parent that shares the lock keeps it."""
@@ -71,13 +88,8 @@ class LaneLock:
 
 def lanes_of(root: Path) -> list[int]:
     """Numbers of all lanes of the store at ``root``."""
-    lanes = []
-    with os.scandir(root) as entries:
-        for entry in entries:
-            lane = lane_number(entry.name)
-            if lane is not None and entry.is_dir(follow_symlinks=False):
-                lanes.append(lane)
-    return sorted(lanes)
+    numbers = [lane_number(name) for name in files.subfolders(root)]
+    return sorted(lane for lane in numbers if lane is not None)
 
 
 def holder_of(path: Path) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 
 from pagedkv import files
 from pagedkv.codec import Codec
+from pagedkv.evictions import EVICTED_DIMENSIONS, EVICTED_SHAPE
 from pagedkv.format import (
     ATTRIBUTE,
     CATALOG,
     CATALOG_DIMENSIONS,
+    EVICTED,
     KV,
     KV_DIMENSIONS,
     METADATA,
@@ -68,7 +70,7 @@ def array_documents(spec: KVSpec, codec: Codec, geometry: Geometry) -> dict[str,
         chunks=(1, 1, *spec.layer_shape),
         dtype=zarr_plugin.BFloat16() if spec.dtype == "bfloat16" else spec.dtype,
         serializer=zarr_plugin.Int8ZarrCodec.from_dict(kv) if kv["name"] != "bytes" else kv,
-        compressors=[Crc32cCodec()],
+        compressors=[*codec.zarr_compressors(spec), Crc32cCodec()],
         fill_value=0,
         dimension_names=KV_DIMENSIONS,
         **options,
@@ -96,6 +98,16 @@ def array_documents(spec: KVSpec, codec: Codec, geometry: Geometry) -> dict[str,
             dimension_names=column.dimensions,
             **options,
         )
+    root.create_array(
+        EVICTED,
+        shape=EVICTED_SHAPE,
+        chunks=EVICTED_SHAPE,
+        dtype="uint8",
+        compressors=None,
+        fill_value=0,
+        dimension_names=EVICTED_DIMENSIONS,
+        **options,
+    )
     suffix = f"/{METADATA}"
     return {
         key.removesuffix(suffix): buffer.to_bytes()

@@ -2,15 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import CorruptPageError, StoreError
+from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
 from pagedkv.format import PageEntry, StoreRow
 from pagedkv.page import Page, PageState
+from pagedkv.reclaim import Keep
 from pagedkv.residency import Residency
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.spill import SpillFile
@@ -38,8 +39,7 @@ class Mover:
         number: Index of the group among the store's specs.
         places: Where the pages are.
         store: The tier below, or ``None``.
-        keep: Tells the rows of the pages that live sequences of the cache hold; called without the
-            lock.
+        keep: Tells the pages that live sequences of the cache hold; called without the lock.
 
     Attributes:
         batch: Most pages that are read or written at once.
@@ -51,7 +51,7 @@ class Mover:
         number: int,
         places: Residency,
         store: PageStore | None,
-        keep: Callable[[], Collection[StoreRow]],
+        keep: Keep,
     ) -> None:
         self.number = number
         self.places = places
@@ -130,7 +130,7 @@ class Mover:
         while stored:
             rows = [_row(page.row) for page, _ in stored]
             damaged = self._read_rows(rows, [to for _, to in stored], deadline)
-            stored = [(page, to) for page, to in stored if page.key in damaged]
+            stored = [stored[number] for number in damaged]
             lost |= self._look_again([page for page, _ in stored])
             stored = [(page, to) for page, to in stored if page.row is not None]
         self._counters.num_pages_loaded += len(pages)
@@ -170,7 +170,7 @@ class Mover:
                     self.store.read(rows, out, at=at, deadline=deadline)
                     break
                 except CorruptPageError as error:
-                    bad = [n for n, key in enumerate(keys) if key in error.keys]
+                    bad = list(error.positions)
                     if not bad:
                         raise
             keys, at = [keys[n] for n in bad], np.array(bad) if at is None else at[bad]
@@ -281,8 +281,14 @@ class Mover:
         """
         if not count:
             return []
-        assert self.can_write
-        return self.spill_file().allocate(count)
+        assert self.store is not None
+        spill = self.spill_file()
+        try:
+            return spill.allocate(count)
+        except StoreFullError:
+            with self.places.lock.unlocked:
+                self.store.make_room(count * self._spec.page_nbytes, self._keep)
+            return spill.allocate(count)
 
     def spill_file(self) -> SpillFile:
         """The spill file, made when first needed."""
@@ -305,17 +311,17 @@ class Mover:
 
     def _read_rows(
         self, rows: Sequence[StoreRow], out: Sequence[Array], deadline: float | None
-    ) -> set[PageKey]:
-        """Read rows of the store without the lock; the keys of those that are damaged or gone."""
+    ) -> Sequence[int]:
+        """Read rows of the store without the lock; which of them are damaged or gone."""
         assert self.store is not None
         with self.places.lock.unlocked:
             try:
                 self.store.read(rows, out, deadline=deadline)
             except CorruptPageError as error:
-                if not error.keys:
+                if not error.positions:
                     raise
-                return {PageKey(key) for key in error.keys}
-        return set()
+                return error.positions
+        return ()
 
     def _look_again(self, pages: Iterable[Page]) -> set[PageKey]:
         """Find another row of pages whose row could not be read; the keys that have none."""
@@ -341,7 +347,7 @@ class Mover:
         try:
             self.store.read_layer([_row(row) for row in rows], layer, [to for _, to in wanted])
         except CorruptPageError as error:
-            moved = [(page, to) for page, to in wanted if page.key in error.keys]
+            moved = [wanted[number] for number in error.positions]
             with self.places.lock:
                 if not moved or self._look_again([page for page, _ in moved]):
                     raise
@@ -384,7 +390,7 @@ class Mover:
         if not pages:
             return
         spill = self.spill_file()
-        records: list[int | None] = [*spill.allocate(len(pages))]
+        records: list[int | None] = [*self.allocate_spill(len(pages))]
         try:
             with self.places.lock.unlocked:
                 for record, page_values in zip(records, values, strict=True):

@@ -2,26 +2,52 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.codec import Bytes, Codec
-from pagedkv.format import Geometry, LayerCrcs, crc32c, segment_index
+from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless
+from pagedkv.format import Geometry, LayerCrcs, LayerSizes, crc32c, segment_index
+from pagedkv.memory import Numbers, PageArrays, PageMemory, aligned
+from pagedkv.segment_map import SegmentMap, bounds_of
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
 
-_TRANSFER_NBYTES = 2**20
-"""About how much is encoded before it is written, and read at once: it stays in the CPU's cache."""
+PIECE_NBYTES = 256 * 2**10
+"""About how much is read at once from the page cache: what was read is decoded while it is still
+in the processor's cache."""
+EXTENT_NBYTES = 1024 * 2**10
+"""About how much is read at once from the disk."""
+_GAP_NBYTES = 16 * 2**10
+"""Unwanted bytes between two pages that are read along rather than leaving two reads."""
+_WRITE_NBYTES = 2**20
+SMALL_NBYTES = 4096
+"""Chunks up to this size are decoded by numpy sooner than a kernel is called."""
 
+_ONLY = slice(0, 1)
+_AT_START = np.zeros(1, np.int64)
 _buffers = threading.local()
 
 
+class Piece(NamedTuple):
+    """Bytes of a segment file that are read and decoded at once."""
+
+    offset: int
+    nbytes: int
+    pages: slice
+    """Which of the wanted pages, in the order of their rows."""
+    starts: Numbers
+    """Where the first wanted chunk of each of them lies in the piece."""
+    first_layer: int
+    num_layers: int
+
+
 class SegmentFormat:
-    """Writes and reads the segment files of one spec.
+    """Writes the segment files of one spec, and decodes what is read from them.
 
     Args:
         spec: Geometry of a page.
@@ -33,118 +59,240 @@ class SegmentFormat:
         self.spec = spec
         self.codec = codec
         self.geometry = geometry
-        self._pages_at_once = max(1, _TRANSFER_NBYTES // geometry.page_nbytes)
+        self._fixed = cast("FixedCodec", codec)  # used only if its sizes are fixed
+        self._variable = cast("Lossless", codec)  # used only if they are not
+        self.page_shape = spec.page_shape
+        self.layer_shape = spec.layer_shape
+        self.dtype = spec.np_dtype
+        self.block_strides = np.empty(spec.layer_shape[1:], spec.np_dtype).strides
 
-    def write(self, fd: int, pages: Sequence[Array]) -> LayerCrcs:
+    def write(self, fd: int, pages: PageArrays, first: int, count: int) -> SegmentMap:
         """Write a whole segment to an empty file; not yet durable.
 
         Args:
             fd: Descriptor of the file.
-            pages: At most ``geometry.rows`` arrays of ``spec.page_shape``, maybe strided.
-
-        Returns:
-            CRC32C of each layer, ``(page, layer)``.
+            pages: Pages, whole.
+            first: The first of them that belongs to the segment.
+            count: How many do, at most ``geometry.rows``.
 
         Raises:
             OSError: The system could not write.
             ValueError: The codec cannot represent a number.
         """
-        size = self.geometry.page_nbytes
-        buffer = _buffer(size * min(self._pages_at_once, len(pages)))
-        crcs = np.empty((len(pages), self.geometry.num_layers), np.uint32)
-        for start in range(0, len(pages), self._pages_at_once):
-            batch = pages[start : start + self._pages_at_once]
-            for number, page in enumerate(batch):
-                stored = buffer[number * size : (number + 1) * size]
-                self._encode(page, stored, crcs[start + number])
-            files.write_all(fd, buffer[: len(batch) * size])
-        files.write_all(fd, segment_index(self.geometry, len(pages)))
-        return crcs
+        crcs = np.zeros((count, self.geometry.num_layers), np.uint32)
+        sizes = np.full(crcs.shape, self.geometry.payload_nbytes, np.uint32)
+        if self.geometry.fixed_size:
+            self._write_fixed(fd, pages, first, crcs)
+        else:
+            self._write_variable(fd, pages, first, crcs, sizes)
+        files.write_all(fd, segment_index(self.geometry, sizes))
+        bounds = None if self.geometry.fixed_size else bounds_of(sizes)
+        return SegmentMap(holds=np.ones(count, np.bool_), crcs=crcs, bounds=bounds)
 
-    def read_pages(
-        self, fd: int, rows: Sequence[int], crcs: LayerCrcs, out: Sequence[Array]
-    ) -> list[int]:
-        """Read and verify whole pages; rows that follow one another are read in one call.
+    def write_stored(self, fd: int, stored: Sequence[Bytes], sizes: LayerSizes) -> None:
+        """Write a whole segment of pages as they were read from others; not yet durable.
 
         Args:
-            fd: Descriptor of the segment file.
-            rows: Rows within the segment, in any order.
-            crcs: What the catalogue says of all rows of the segment, ``(row, layer)``.
-            out: For each row an array of ``spec.page_shape``, maybe strided.
+            fd: Descriptor of an empty file.
+            stored: The stored bytes of each page.
+            sizes: Payload bytes of each layer, ``(page, layer)``.
+        """
+        for page in stored:
+            files.write_all(fd, page)
+        files.write_all(fd, segment_index(self.geometry, sizes))
+
+    def extents(self, segment_map: SegmentMap) -> tuple[Numbers, Numbers]:
+        """Where the stored bytes of each row's page begin and end in the file."""
+        if segment_map.bounds is not None:
+            return segment_map.bounds[:, 0], segment_map.bounds[:, -1]
+        starts = np.arange(len(segment_map.holds), dtype=np.int64) * self.geometry.page_nbytes
+        return starts, starts + self.geometry.page_nbytes
+
+    def plan(
+        self, segment_map: SegmentMap, rows: Numbers, layer: int | None
+    ) -> Iterator[list[Piece]]:
+        """What to read for some pages, or one layer of each: pieces that follow one another.
+
+        Args:
+            segment_map: Where the segment's pages are.
+            rows: Rows within the segment, ascending.
+            layer: Which layer; all of them if None.
+
+        Yields:
+            Pieces of about ``PIECE_NBYTES`` that may be read in one go: together they have about
+            ``EXTENT_NBYTES``, and little between them that is not wanted.
+        """
+        num_layers = self.geometry.num_layers
+        first, stop = (0, num_layers) if layer is None else (layer, layer + 1)
+        if len(rows) == 1 and segment_map.bounds is None:
+            offset = int(rows[0]) * self.geometry.page_nbytes + first * self.geometry.chunk_nbytes
+            nbytes = (stop - first) * self.geometry.chunk_nbytes
+            if nbytes <= PIECE_NBYTES:
+                yield [Piece(offset, nbytes, _ONLY, _AT_START, first, stop - first)]
+                return
+        if segment_map.bounds is None:
+            starts = rows * self.geometry.page_nbytes + first * self.geometry.chunk_nbytes
+            ends = starts + (stop - first) * self.geometry.chunk_nbytes
+        else:
+            starts, ends = segment_map.bounds[rows, first], segment_map.bounds[rows, stop]
+        if stop - first > 1 and int((ends - starts).max()) > PIECE_NBYTES:
+            pieces = self._pieces_of_pages(segment_map, rows, starts, ends)
+        else:
+            pieces = _pieces(starts, ends, first, stop - first)
+        extent: list[Piece] = []
+        for piece in pieces:
+            if extent:
+                end = extent[-1].offset + extent[-1].nbytes
+                total = piece.offset + piece.nbytes - extent[0].offset
+                is_behind = 0 <= piece.offset - end <= _GAP_NBYTES
+                if not is_behind or total > EXTENT_NBYTES:
+                    yield extent
+                    extent = []
+            extent.append(piece)
+        if extent:
+            yield extent
+
+    def decode(
+        self,
+        stored: Bytes,
+        piece: Piece,
+        segment_map: SegmentMap,
+        rows: Numbers,
+        pages: PageArrays,
+        numbers: Numbers,
+        layer: int | None,
+    ) -> npt.NDArray[np.bool_]:
+        """Verify and decode a piece.
+
+        Args:
+            stored: The bytes of the piece.
+            piece: What they are.
+            segment_map: How to verify them.
+            rows: Rows within the segment, as for ``plan``.
+            pages: Where the numbers go.
+            numbers: Which page of ``pages`` each row is.
+            layer: Which layer ``pages`` are for; None if they are whole pages.
 
         Returns:
-            Positions in ``rows`` of the pages that are damaged; their ``out`` is undefined.
+            For each page of the piece, whether it is good; if not, its numbers are undefined.
         """
-        size = self.geometry.page_nbytes
-        damaged: list[int] = []
-        for run in self._runs(rows):
-            buffer = _buffer(len(run) * size)
-            num_read = files.pread_into(fd, buffer, rows[run[0]] * size)
-            for number, position in enumerate(run):
-                stop = (number + 1) * size
-                page = buffer[stop - size : stop]
-                if stop > num_read or not self._decode(page, crcs[rows[position]], out[position]):
-                    damaged.append(position)
-        return damaged
+        first, stop = piece.first_layer, piece.first_layer + piece.num_layers
+        places: Any = rows[piece.pages]
+        targets: Any = numbers[piece.pages]
+        if len(places) == 1:  # slices cost less than numpy's choosing by numbers
+            places = slice(int(places[0]), int(places[0]) + 1)
+            targets = slice(int(targets[0]), int(targets[0]) + 1)
+        crcs = segment_map.crcs[places, first:stop]
+        good: npt.NDArray[np.bool_] = segment_map.holds[places].copy()
+        if segment_map.bounds is not None:
+            bounds = segment_map.bounds[places, first : stop + 1] - piece.offset
+            for number, target in enumerate(numbers[piece.pages].tolist()):
+                page = pages.page(target)
+                layers = page[first:stop] if layer is None else page[None]
+                good[number] &= self._decode_variable(stored, bounds[number], crcs[number], layers)
+            return good
+        memory = pages.memory.part(targets)
+        if layer is None and first:
+            memory = memory._replace(addresses=memory.addresses + first * memory.layer_stride)
+        self._fixed.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
+        return good
 
-    def read_layers(
-        self, fd: int, rows: Sequence[int], layer: int, crcs: LayerCrcs, out: Sequence[Array]
-    ) -> list[int]:
-        """The same for one layer of each page; ``out`` are arrays of ``spec.layer_shape``."""
-        buffer = _buffer(self.geometry.chunk_nbytes)
-        place = layer * self.geometry.chunk_nbytes
-        damaged: list[int] = []
-        for position, row in enumerate(rows):
-            num_read = files.pread_into(fd, buffer, row * self.geometry.page_nbytes + place)
-            good = num_read == len(buffer) and self._payload_is_good(buffer, int(crcs[row, layer]))
-            if good:
-                self.codec.decode(self.spec, buffer[:-4], out[position])
-            else:
-                damaged.append(position)
-        return damaged
+    def decode_small(self, stored: Bytes, crc: int, out: Array) -> bool:
+        """Verify and decode one small chunk; for one that is not, ``decode_layers`` costs less.
 
-    def _encode(self, page: Array, stored: Bytes, crcs: "npt.NDArray[np.uint32]") -> None:
-        chunks = stored.reshape(self.geometry.num_layers, -1)
-        for layer, chunk in enumerate(chunks):
-            try:
-                self.codec.encode(self.spec, page[layer], chunk[:-4])
-            except ValueError as error:
-                raise ValueError(f"layer {layer} of a page: {error}") from error
-            crcs[layer] = crc32c(chunk[:-4])
-        chunks[:, -4:] = crcs.astype("<u4").view(np.uint8).reshape(-1, 4)
-
-    def _decode(self, stored: Bytes, crcs: "npt.NDArray[np.uint32]", out: Array) -> bool:
-        chunks = stored.reshape(self.geometry.num_layers, -1)
-        trailers = np.ascontiguousarray(chunks[:, -4:]).view("<u4")[:, 0]
-        if not np.array_equal(trailers, crcs):
+        Args:
+            stored: Payload and checksum.
+            crc: What the checksum must be.
+            out: Where to: one layer, or a page of one layer.
+        """
+        payload = stored[:-4]
+        if crc32c(payload) != crc or stored[-4:].tobytes() != crc.to_bytes(4, "little"):
             return False
-        for payload, crc, layer in zip(chunks[:, :-4], crcs.tolist(), out, strict=True):
-            if crc32c(payload) != crc:
-                return False
-            self.codec.decode(self.spec, payload, layer)
+        self.codec.decode(self.spec, payload, out if out.ndim == 4 else out[0])
         return True
 
-    @staticmethod
-    def _payload_is_good(chunk: Bytes, crc: int) -> bool:
-        trailer = int.from_bytes(chunk[-4:].tobytes(), "little")
-        return trailer == crc == crc32c(chunk[:-4])
+    def decode_layers(self, stored: Bytes, crcs: LayerCrcs, memory: PageMemory) -> bool:
+        """Verify and decode consecutive layers of one page, of which all chunks have one size.
 
-    def _runs(self, rows: Sequence[int]) -> Iterator[list[int]]:
-        run: list[int] = []
-        for position in sorted(range(len(rows)), key=rows.__getitem__):
-            follows = run and rows[position] == rows[run[-1]] + 1
-            if run and (not follows or len(run) == self._pages_at_once):
-                yield run
-                run = []
-            run.append(position)
-        if run:
-            yield run
+        Args:
+            stored: Payload and checksum of each.
+            crcs: What the checksums must be, ``(1, layer)``.
+            memory: Where the first of them goes.
+        """
+        good = np.ones(1, np.bool_)
+        self._fixed.unpack(self.spec, stored, _AT_START, crcs.shape[1], memory, crcs, good)
+        return bool(good[0])
+
+    def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: LayerCrcs) -> None:
+        size = self.geometry.page_nbytes
+        at_once = min(max(1, _WRITE_NBYTES // size), len(crcs))
+        buffer = transfer_buffer(at_once * size)
+        for start in range(0, len(crcs), at_once):
+            part = crcs[start : start + at_once]
+            memory = pages.memory.part(slice(first + start, first + start + len(part)))
+            self._fixed.pack(self.spec, memory, buffer[: len(part) * size], part)
+            files.write_all(fd, buffer[: len(part) * size])
+
+    def _write_variable(
+        self, fd: int, pages: PageArrays, first: int, crcs: LayerCrcs, sizes: LayerSizes
+    ) -> None:
+        for row in range(len(crcs)):
+            page, parts = pages.page(first + row), []
+            for layer in range(len(page)):
+                payload = self._variable.encode_layer(self.spec, page[layer])
+                crcs[row, layer], sizes[row, layer] = crc32c(payload), len(payload)
+                parts += [payload, crcs[row, layer].astype("<u4").reshape(1).view(np.uint8)]
+            files.write_all(fd, np.concatenate(parts))
+
+    def _decode_variable(
+        self, stored: Bytes, bounds: Numbers, crcs: "npt.NDArray[np.uint32]", layers: Array
+    ) -> bool:
+        for layer, (start, end) in enumerate(pairwise(bounds.tolist())):
+            chunk = stored[start:end]
+            trailer = int.from_bytes(chunk[-4:].tobytes(), "little")
+            if len(chunk) < 4 or not trailer == crcs[layer] == crc32c(chunk[:-4]):
+                return False
+            try:
+                self.codec.decode(self.spec, chunk[:-4], layers[layer])
+            except ValueError:
+                return False
+        return True
+
+    def _pieces_of_pages(
+        self, segment_map: SegmentMap, rows: Numbers, starts: Numbers, ends: Numbers
+    ) -> Iterator[Piece]:
+        """Pieces of pages that are too large to be read at once: some layers of one page."""
+        num_layers = self.geometry.num_layers
+        for number in range(len(rows)):
+            start, end = int(starts[number]), int(ends[number])
+            if segment_map.bounds is None:
+                bounds: Any = range(start, end + 1, self.geometry.chunk_nbytes)
+            else:
+                bounds = segment_map.bounds[rows[number]].tolist()
+            at_once = max(1, num_layers * PIECE_NBYTES // (end - start))
+            for first in range(0, num_layers, at_once):
+                stop = min(first + at_once, num_layers)
+                size = bounds[stop] - bounds[first]
+                page = slice(number, number + 1)
+                yield Piece(bounds[first], size, page, _AT_START, first, stop - first)
 
 
-def _buffer(nbytes: int) -> Bytes:
+def transfer_buffer(nbytes: int) -> Bytes:
     """The calling thread's transfer buffer, valid until its next call."""
     buffer: Bytes | None = getattr(_buffers, "buffer", None)
     if buffer is None or len(buffer) < nbytes:
-        buffer = np.empty(max(nbytes, _TRANSFER_NBYTES), np.uint8)
+        buffer = aligned(max(nbytes, _WRITE_NBYTES))
         _buffers.buffer = buffer
     return buffer[:nbytes]
+
+
+def _pieces(starts: Numbers, ends: Numbers, first_layer: int, num_layers: int) -> Iterator[Piece]:
+    """Pieces of whole pages that are small, or of single layers."""
+    windows = starts // PIECE_NBYTES
+    is_new = (windows[1:] != windows[:-1]) | (starts[1:] - ends[:-1] > _GAP_NBYTES)
+    cuts = [0, *(np.flatnonzero(is_new) + 1).tolist(), len(starts)]
+    for begin, end in pairwise(cuts):
+        offset = int(starts[begin])
+        nbytes = int(ends[end - 1]) - offset
+        pages = slice(begin, end)
+        yield Piece(offset, nbytes, pages, starts[pages] - offset, first_layer, num_layers)

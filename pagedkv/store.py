@@ -1,50 +1,57 @@
 """``PageStore``: pages on disk, by key, in a Zarr v3 store that never returns wrong bytes."""
 
+import functools
 import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import files, root
+from pagedkv import files, open_stores, root
+from pagedkv.arrays import as_int
 from pagedkv.catalog import entry_of
 from pagedkv.codec import Codec, get_codec
+from pagedkv.contents import Contents
 from pagedkv.errors import (
     ClosedError,
     CorruptPageError,
     PageNotFoundError,
     StoreError,
-    StoreLockedError,
+    StoreFullError,
 )
 from pagedkv.format import (
     CATALOG,
-    KV,
-    Geometry,
+    PackedRows,
     PageEntry,
     StoreRow,
-    group_name,
     lane_name,
-    pack_row,
     unpack_row,
 )
 from pagedkv.header import StoreHeader
 from pagedkv.lane import LaneGroup, Segment
-from pagedkv.lane_lock import LaneLock, holder_of, lanes_of
-from pagedkv.row_index import RowIndex
-from pagedkv.segment import SegmentFormat
+from pagedkv.lane_lock import LaneLock
+from pagedkv.memory import Numbers, PageArrays
+from pagedkv.page_reader import PageReader
+from pagedkv.reclaim import CollectReport, Keep
+from pagedkv.row_reader import RowReader
+from pagedkv.row_writer import RowWriter
+from pagedkv.segment_sources import NewPages
 from pagedkv.space import Space
 from pagedkv.spec import KVSpec, PageKey, parse_nbytes
 
 logger = logging.getLogger("pagedkv")
 
 Array = npt.NDArray[Any]
+
+_MAX_ROUNDS = 3
 
 
 class PageStore:
@@ -54,19 +61,38 @@ class PageStore:
     store open: each writer owns a lane, and all read all lanes as they were on opening.
     """
 
-    def __init__(self, path: Path, header: StoreHeader, lane_lock: LaneLock | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: StoreHeader,
+        lane_lock: LaneLock | None,
+        *,
+        read_deadline: float | None,
+        read_threads: int,
+        direct: bool,
+    ) -> None:
         self.path = path
+        self.lane_lock = lane_lock
         self._header = header
-        self._lane_lock = lane_lock
-        self._space = Space(f"the store {path}", header.max_nbytes)
-        self._groups: dict[tuple[int, int], LaneGroup] = {}
-        self._indexes = [RowIndex() for _ in header.specs]
+        self._contents = Contents(path, header)
+        self._files = PageReader(num_threads=read_threads, direct=direct)
+        weakref.finalize(self, self._files.close).atexit = False
+        self._rows = RowReader(self._contents, self._files)
+        self._read_deadline = read_deadline
         self._lock = threading.Lock()
         self._no_writers = threading.Condition(self._lock)
         self._num_writers = 0
-        self._num_damaged_pages = 0
         self._closed = ""
-        self._load_lanes()
+        self._writer: RowWriter | None = None
+        with files.translated(path, "open the store"):
+            if lane_lock is None:
+                self._space = Space.reading(path, header)
+                self._contents.load_all()
+            else:
+                self._space = Space.open(path, header, lane_lock.lane, lane_lock.holder())
+                self._contents.load_all()
+                self._prepare(lane_lock.lane)
+        open_stores.add(self)
 
     @classmethod
     def open(
@@ -78,6 +104,9 @@ class PageStore:
         codec: Codec | str | None = None,
         max_nbytes: int | str | None = None,
         store_tokens: bool = True,
+        read_deadline: float | None = 60.0,
+        read_threads: int = 4,
+        direct: bool = False,
     ) -> "PageStore":
         """Open the store at ``path``; with mode ``"a"`` make it if it is not there.
 
@@ -90,6 +119,12 @@ class PageStore:
                 with mode ``"r"``.
             store_tokens: Keep token ids in the catalogue. False keeps them out; so does a store
                 that was made with False, whatever is asked for here.
+            read_deadline: Seconds after which a read that hangs in the system is given up with
+                ``StoreTimeoutError``; None waits for ever.
+            read_threads: Requests to the disk that are in flight at once. What lies in the page
+                cache is read by the caller's own thread.
+            direct: Read past the page cache where the file system can: for stores much larger than
+                memory whose pages are seldom read twice.
 
         Raises:
             SpecMismatchError: The store is of another spec or codec; both are named.
@@ -98,14 +133,8 @@ class PageStore:
             StoreError: There is no store, or no folder that can be one; the path is named.
             ValueError: An argument is out of range.
         """
-        if sys.platform == "win32":
-            raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
-        if mode not in ("a", "r"):
-            raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
-        specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
-        for one in specs or ():
-            if not isinstance(one, KVSpec):
-                raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
+        _check_options(mode, read_deadline, read_threads)
+        specs = _as_specs(spec)
         bound = None if max_nbytes is None else parse_nbytes(max_nbytes)
         chosen = None if codec is None else get_codec(codec)
         place = Path(path).absolute()
@@ -118,20 +147,27 @@ class PageStore:
             wanted = StoreHeader.new(specs, get_codec(codec), bound, store_tokens=store_tokens)
             header = root.create(place, wanted)
         header.require_match(specs, chosen, f"the store {place}")
+        make = functools.partial(
+            cls, place, read_deadline=read_deadline, read_threads=read_threads, direct=direct
+        )
         if mode == "r":
-            return _register(cls(place, header, None))
-        with _opening, files.translated(place, "write to the store"):
-            _require_no_writer(place)
-            lane_lock = LaneLock.take(place)
+            return make(header, None)
+        with open_stores.opening, files.translated(place, "write to the store"):
+            open_stores.require_no_writer(place)
+            lane_lock: LaneLock | None = None
             try:
-                lane_lock.prepare()
+                with files.locked(place):  # nobody measures lanes without an owner meanwhile
+                    lane_lock = LaneLock.take(place)
+                root.mend(place, header)
+                lane_lock.clean()
                 if bound is not None and bound != header.max_nbytes:
                     root.set_max_nbytes(place, bound)
                     header = replace(header, max_nbytes=bound)
                 keep_tokens = store_tokens and header.store_tokens
-                return _register(cls(place, replace(header, store_tokens=keep_tokens), lane_lock))
+                return make(replace(header, store_tokens=keep_tokens), lane_lock)
             except BaseException:
-                lane_lock.release()
+                if lane_lock is not None:
+                    lane_lock.release()
                 raise
 
     @property
@@ -152,7 +188,12 @@ class PageStore:
     @property
     def read_only(self) -> bool:
         """Whether the store was opened with mode ``"r"``."""
-        return self._lane_lock is None
+        return self.lane_lock is None
+
+    @property
+    def own_lane(self) -> int | None:
+        """The lane that this process writes; None if it only reads."""
+        return None if self.lane_lock is None else self.lane_lock.lane
 
     @property
     def max_nbytes(self) -> int | None:
@@ -167,37 +208,50 @@ class PageStore:
     @property
     def num_pages(self) -> int:
         """Keys that the store holds."""
-        return sum(len(index) for index in self._indexes)
+        return sum(len(index) for index in self._contents.indexes)
 
     @property
     def num_damaged_pages(self) -> int:
         """Pages that a read found damaged or gone, since the store was opened."""
-        return self._num_damaged_pages
+        return self._rows.num_damaged_pages
 
     @property
     def num_torn_chunks(self) -> int:
         """Segments left out on opening: their catalogue chunk is torn, or their file gone."""
-        return sum(group.num_torn_chunks for group in self._groups.values())
+        return sum(group.num_torn_chunks for group in self._contents.groups.values())
 
     @property
     def scratch_dir(self) -> Path:
         """Folder of the own lane, for nameless scratch files."""
-        return self._own_lane().path
+        self._own_writer()
+        assert self.lane_lock is not None
+        return self.lane_lock.path
 
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of scratch files on disk, as the cache reports them; counted in ``nbytes``."""
         return self._space.scratch_nbytes
 
-    @scratch_nbytes.setter
-    def scratch_nbytes(self, nbytes: int) -> None:
-        self._check_open()
-        self._space.scratch_nbytes = nbytes
+    def protect(self, keep: Keep) -> None:
+        """Never give up the pages that ``keep`` names, group and key: a cache's live sequences.
 
-    def reserve(self, nbytes: int) -> None:
-        """Raise ``StoreFullError`` if the store's bound has no room for ``nbytes`` more."""
-        self._check_open()
-        self._space.require(nbytes)
+        Args:
+            keep: Called without locks whenever room must be made.
+        """
+        self._own_writer().protect(keep)
+
+    def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
+        """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.
+
+        It does what it can; ``reserve_scratch`` and ``write`` say whether that is enough.
+
+        Args:
+            nbytes: How much room.
+            keep: As for ``write``.
+        """
+        writer = self._own_writer()
+        with self._writing(), files.translated(self.path, "make room in"):
+            writer.make_room(nbytes, keep)
 
     def reserve_scratch(self, nbytes: int) -> None:
         """Count ``nbytes`` more of scratch files; ``StoreFullError`` if the bound has no room."""
@@ -205,29 +259,33 @@ class PageStore:
         self._space.grow_scratch(nbytes)
 
     def find(self, key: PageKey, group: int = 0) -> StoreRow | None:
-        """Where a page of a group (index into ``specs``) is, in any lane; None if nowhere."""
-        self._check_open()
-        return self._indexes[group].get(key)
+        """Where a page of a group (index into ``specs``) is, in any lane; None if nowhere.
 
-    def find_rows(self, keys: Sequence[PageKey], group: int = 0) -> npt.NDArray[np.int64]:
-        """Packed rows of many keys, -1 where there is none."""
+        What other processes have committed since the store was opened, ``refresh`` makes known.
+        """
         self._check_open()
-        rows = map(self._indexes[group].get, keys)
-        return np.array([-1 if row is None else pack_row(row) for row in rows], dtype=np.int64)
+        return self._contents.indexes[self._check_group(group)].get(key)
+
+    def find_rows(self, keys: Sequence[PageKey], group: int = 0) -> PackedRows:
+        """``find`` for many keys: packed rows (``pack_row``), -1 where there is no page."""
+        self._check_open()
+        return self._contents.indexes[self._check_group(group)].get_many(keys)
 
     def refresh(self) -> bool:
-        """Whether other processes have changed anything; a stand-in that looks at nothing."""
-        self._check_open()
-        return False
+        """Notice what other processes have committed or removed; whether anything changed.
 
-    @property
-    def own_lane(self) -> int | None:
-        """The lane that this store writes."""
-        return None if self._lane_lock is None else self._lane_lock.lane
+        It costs a few system calls for each lane if nothing has.
+        """
+        self._check_open()
+        with files.translated(self.path, "look into the store"):
+            changed, gone = self._contents.refresh(self.own_lane)
+        for segment in gone:
+            self._files.forget(segment)
+        return changed
 
     def __contains__(self, key: object) -> bool:
         self._check_open()
-        return any(key in index for index in self._indexes)
+        return any(key in index for index in self._contents.indexes)
 
     def entry(self, row: StoreRow) -> PageEntry:
         """What the catalogue says of the page in ``row``; the salt is not recoverable.
@@ -238,9 +296,7 @@ class PageStore:
             StoreError: The disk failed.
         """
         self._check_open()
-        group, segment, place = self._locate(row)
-        key = segment.keys[place]
-        assert key is not None
+        group, segment, place, key = self._locate(row)
         path = group.chunk_path(CATALOG, segment.number)
         with files.translated(path, "read"):
             try:
@@ -257,8 +313,8 @@ class PageStore:
     def entries(self) -> Iterator[tuple[StoreRow, PageEntry]]:
         """All pages that the store holds as the iteration starts, in the order of their rows."""
         self._check_open()
-        with self._lock:
-            rows = sorted(row for index in self._indexes for _, row in index)
+        with self._contents.lock:
+            rows = sorted(row for index in self._contents.indexes for _, row in index)
         for row in rows:
             yield row, self.entry(row)
 
@@ -268,8 +324,8 @@ class PageStore:
         entries: Sequence[PageEntry],
         pages: Sequence[Array] | Array,
         *,
-        at: npt.NDArray[np.int64] | None = None,
-        keep: Callable[[], Collection[StoreRow]] | None = None,
+        at: Numbers | None = None,
+        keep: Keep | None = None,
     ) -> list[StoreRow]:
         """Store pages of one spec; they are durable when this returns.
 
@@ -277,10 +333,16 @@ class PageStore:
         the places beyond ``num_tokens`` are stored as zeros. Each call makes at least one segment,
         whose index and catalogue have room for all its rows (up to 256 KiB): write in batches.
 
+        Where the bound leaves no room, the segments of own or ownerless lanes whose pages were used
+        least lately are given up, as far as needed.
+
         Args:
             group: Index into ``specs``.
             entries: What the catalogue shall say of each page.
-            pages: Arrays of ``spec.page_shape`` and the spec's dtype, maybe strided.
+            pages: Arrays of ``spec.page_shape`` and the spec's dtype, maybe strided; or one array
+                whose first axis is the page.
+            at: For one array, the places of its first axis; all of them by default.
+            keep: Called if room must be made: group and key of pages that must not be given up.
 
         Returns:
             Where each page is.
@@ -288,78 +350,69 @@ class PageStore:
         Raises:
             ValueError: A shape, dtype or entry does not fit the spec, or the codec cannot represent
                 a number (INT8: NaN and infinity). Nothing has changed.
-            StoreFullError: ``max_nbytes`` leaves no room. Nothing has changed.
+            StoreFullError: ``max_nbytes`` leaves no room, and none can be made.
             StoreError: The store is read-only, or the disk failed. Nothing has changed.
         """
-        self._check_open()
-        del keep
-        pages = [pages[i] for i in at.tolist()] if at is not None else list(pages)
-        lane = self._own_lane().lane
-        if not 0 <= group < len(self.specs):
-            raise ValueError(f"group is {group}: the store has {len(self.specs)} specs")
-        if len(entries) != len(pages):
-            raise ValueError(f"{len(entries)} entries for {len(pages)} pages")
-        spec, target = self.specs[group], self._groups[lane, group]
-        for entry, page in zip(entries, pages, strict=True):
+        writer = self._own_writer()
+        spec = self.specs[self._check_group(group)]
+        arrays = PageArrays(pages, at, spec.page_shape, spec.np_dtype, "a page")
+        if len(entries) != arrays.count:
+            raise ValueError(f"{len(entries)} entries for {arrays.count} pages")
+        for entry in entries:
             entry.check(spec)
-            _check_array(page, spec.page_shape, spec, "a page")
-        rows: dict[PageKey, StoreRow] = {}
-        fresh: dict[PageKey, tuple[PageEntry, Array]] = {}
-        with self._lock:
-            self._check_open()
-            for entry, page in zip(entries, pages, strict=True):
-                row = self._indexes[group].get(entry.key)
-                if row is None:
-                    fresh.setdefault(entry.key, (entry, page))
-                else:
-                    rows[entry.key] = row
-            nbytes = target.geometry.write_nbytes(len(fresh))
-            self._space.reserve(nbytes)
-            first = target.next_segment
-            target.next_segment += -(-len(fresh) // target.geometry.rows)
-            self._num_writers += 1
-        written = False
-        try:
-            rows |= self._commit(lane, group, first, list(fresh.values()))
-            written = True
-        finally:
-            self._space.release(nbytes, written=written)
-            with self._lock:
-                self._num_writers -= 1
-                self._no_writers.notify_all()
-        return [rows[entry.key] for entry in entries]
+        keys, index = [entry.key for entry in entries], self._contents.indexes[group]
+        packed = index.get_many(keys)
+        if (packed < 0).any():
+            arrays.fill()
+        for _ in range(_MAX_ROUNDS):
+            if not (packed < 0).any():
+                return [unpack_row(row) for row in packed.tolist()]
+            fresh = {keys[n]: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
+            source = self._source(group, entries, arrays, sorted(fresh.values()))
+            with self._writing(), files.translated(self.path, "write pages to"):
+                writer.write(group, source, _with(keep, group, keys))
+            packed = index.get_many(keys)  # a page may have been given up meanwhile, to make room
+        raise StoreFullError(
+            f"the store {self.path} gives up pages as fast as they are written: raise max_nbytes"
+        )
 
     def read(
         self,
-        rows: Sequence[StoreRow] | npt.NDArray[np.int64],
+        rows: Sequence[StoreRow] | PackedRows,
         out: Sequence[Array] | Array,
         *,
-        at: npt.NDArray[np.int64] | None = None,
+        at: Numbers | None = None,
         deadline: float | None = None,
     ) -> None:
         """Read whole pages; every layer is verified.
 
         Args:
-            rows: Where the pages are.
-            out: For each an array of its spec's ``page_shape`` and dtype, maybe strided.
+            rows: Where the pages are; an array of packed rows (``find_rows``) is fastest.
+            out: For each an array of its spec's ``page_shape`` and dtype, maybe strided; or one
+                array whose first axis is the page, for pages of one spec.
+            at: For one array, the places of its first axis; from its beginning by default.
+            deadline: Seconds from now after which to give up; the store's ``read_deadline`` by
+                default.
 
         Raises:
             CorruptPageError: Some pages are damaged or gone. All others have been read; the store
-                has forgotten those that ``keys`` names, and their ``out`` is undefined.
+                has forgotten the rows of those that ``keys`` and ``positions`` name, and their
+                ``out`` is undefined. A page that was moved is found under its key again.
             PageNotFoundError: The store never had a page in one of the rows.
+            StoreTimeoutError: The disk did not answer in time. ``out`` is not touched any more.
             StoreError: The disk failed.
             ValueError: An ``out`` does not fit.
         """
-        del deadline
-        self._read(*_unpacked(rows, None, out, at))
+        self._check_open()
+        self._rows.read(rows, None, out, at, self._deadline(deadline))
 
     def read_layer(
         self,
-        rows: Sequence[StoreRow] | npt.NDArray[np.int64],
+        rows: Sequence[StoreRow] | PackedRows,
         layer: int,
         out: Sequence[Array] | Array,
         *,
-        at: npt.NDArray[np.int64] | None = None,
+        at: Numbers | None = None,
         deadline: float | None = None,
     ) -> None:
         """Read one layer of each page, as ``read`` does.
@@ -367,10 +420,34 @@ class PageStore:
         Args:
             rows: Where the pages are.
             layer: Counts within the layers that the spec holds, from 0.
-            out: For each row an array of its spec's ``layer_shape`` and dtype, maybe strided.
+            out: For each row an array of its spec's ``layer_shape`` and dtype, maybe strided; or
+                one array of them.
+            at: As for ``read``.
+            deadline: As for ``read``.
         """
-        del deadline
-        self._read(*_unpacked(rows, layer, out, at))
+        self._check_open()
+        self._rows.read(rows, layer, out, at, self._deadline(deadline))
+
+    def touch(self, rows: Iterable[StoreRow]) -> None:
+        """Count pages as used now, though they were not read."""
+        self._check_open()
+        used_at = self._contents.tick()
+        for row in rows:
+            found = self._contents.groups[row.lane, row.group].locate(row.row)
+            if found is not None:
+                found[0].used_at[found[1]] = used_at
+
+    def collect(self, max_nbytes: int | str) -> CollectReport:
+        """Give up the pages that were used least lately until the store takes ``max_nbytes``.
+
+        Only segments of the own lane, and of lanes that no process owns, are given up.
+
+        Raises:
+            StoreError: The store is read-only, or the disk failed.
+        """
+        writer, bound = self._own_writer(), parse_nbytes(max_nbytes)
+        with self._writing(), files.translated(self.path, "collect"):
+            return writer.collect(bound)
 
     def close(self) -> None:
         """Wait for writes in progress and give the lane back; every later call raises."""
@@ -380,15 +457,23 @@ class PageStore:
             self._closed = f"the store {self.path} is closed"
             while self._num_writers:
                 self._no_writers.wait()
-        _open_stores.discard(self)
-        if self._lane_lock is not None:
-            try:
-                with files.translated(self.path, "close the store"):
-                    for (lane, _), group in self._groups.items():
-                        if lane == self._lane_lock.lane:
+        open_stores.discard(self)
+        self._files.close()
+        if self.lane_lock is not None:
+            with files.translated(self.path, "close the store"):
+                try:
+                    for (lane, _), group in self._contents.groups.items():
+                        if lane == self.lane_lock.lane:
                             group.trim()
-            finally:
-                self._lane_lock.release()
+                    self._space.close()
+                finally:
+                    self.lane_lock.release()
+
+    def abandon(self) -> None:
+        """In a forked child: leave everything to the parent."""
+        self._closed = f"the store {self.path} belongs to the process that forked this one"
+        if self.lane_lock is not None:
+            self.lane_lock.drop()
 
     def __enter__(self) -> "PageStore":
         return self
@@ -403,190 +488,107 @@ class PageStore:
     def check_invariants(self) -> None:
         """Assert that index and segments agree."""
         self._check_open()
-        with self._lock:
+        with self._contents.lock:
             self._space.check_invariants()
-            for number, index in enumerate(self._indexes):
-                index.check_invariants()
-                for key, row in index:
-                    _, segment, place = self._locate(row)
-                    assert row.group == number
-                    assert segment.keys[place] == key
+            self._contents.check_invariants()
 
-    def _load_lanes(self) -> None:
-        own = None if self._lane_lock is None else self._lane_lock.lane
-        formats = [
-            SegmentFormat(spec, self.codec, Geometry.of(spec, self.codec, rows))
-            for spec, rows in zip(self.specs, self._header.segment_rows, strict=True)
-        ]
-        with files.translated(self.path, "open the store"):
-            for lane in lanes_of(self.path):
-                for number, form in enumerate(formats):
-                    path = self.path / lane_name(lane) / group_name(form.spec)
-                    group = self._groups[lane, number] = LaneGroup(path, form)
-                    for segment in group.load():
-                        self._publish(lane, number, segment)
-                    if lane == own:
-                        group.prepare()
-                    self._space.count(group.measure())
+    def _prepare(self, lane: int) -> None:
+        """Make the own lane ready to be written."""
+        groups = [self._contents.groups[lane, number] for number in range(len(self.specs))]
+        nbytes = sum(group.missing_nbytes() for group in groups)
+        self._space.reserve(nbytes)
+        try:
+            for group in groups:
+                group.prepare()
+            # Their own names last, so that what is committed later hangs on to the root.
+            files.sync_dir(self.path / lane_name(lane))
+            files.sync_dir(self.path)
+        finally:
+            self._space.measure(nbytes)
+        self._writer = RowWriter(self._contents, self._space, self._files, lane)
 
-    def _commit(
-        self, lane: int, group: int, first: int, pages: Sequence[tuple[PageEntry, Array]]
-    ) -> dict[PageKey, StoreRow]:
-        """Write pages into segments from number ``first`` on; where their keys are found now."""
-        if not pages:
-            return {}
-        spec, target = self.specs[group], self._groups[lane, group]
-        padded = [(entry, _without_rest(spec, entry, page)) for entry, page in pages]
-        size = target.geometry.rows
-        batches = [padded[at : at + size] for at in range(0, len(padded), size)]
-        with files.translated(target.path, "write pages to"):
-            target.grow(first + len(batches))
-            segments = target.commit(first, batches, store_tokens=self._header.store_tokens)
+    def _source(
+        self, group: int, entries: Sequence[PageEntry], arrays: PageArrays, numbers: list[int]
+    ) -> NewPages:
+        """Those of the pages, with zeros behind the tokens of tails."""
+        form = self._contents.formats[group]
+        spec, chosen = form.spec, [entries[number] for number in numbers]
+        if any(entry.num_tokens < spec.page_tokens for entry in chosen):
+            tails = [
+                _without_rest(spec, entry, arrays.page(number))
+                for entry, number in zip(chosen, numbers, strict=True)
+            ]
+            arrays = PageArrays(tails, None, spec.page_shape, spec.np_dtype, "a page")
+            arrays.fill()
+        elif len(numbers) < len(entries):
+            arrays = arrays.part(np.array(numbers))
+        return NewPages(form, chosen, arrays, store_tokens=self._header.store_tokens)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let ``close`` wait for the block's end."""
         with self._lock:
-            rows: dict[PageKey, StoreRow] = {}
-            for segment in segments:
-                rows |= self._publish(lane, group, segment)
-            return rows
+            self._check_open()
+            self._num_writers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_writers -= 1
+                self._no_writers.notify_all()
 
-    def _publish(self, lane: int, group: int, segment: Segment) -> dict[PageKey, StoreRow]:
-        """Make a committed segment's pages known; where each of their keys is found now."""
-        target = self._groups[lane, group]
-        target.segments[segment.number] = segment
-        first = segment.number * target.geometry.rows
-        return {
-            key: self._indexes[group].add(key, StoreRow(lane, group, first + place))
-            for place, key in enumerate(segment.keys)
-            if key is not None
-        }
-
-    def _read(self, rows: Sequence[StoreRow], layer: int | None, out: Sequence[Array]) -> None:
-        self._check_open()
-        if len(rows) != len(out):
-            raise ValueError(f"{len(rows)} rows for {len(out)} arrays")
-        work: dict[tuple[int, int, int], tuple[LaneGroup, Segment, list[int]]] = {}
-        places = []
-        for position, (row, array) in enumerate(zip(rows, out, strict=True)):
-            group, segment, place = self._locate(row)
-            spec = self.specs[row.group]
-            if layer is not None and not 0 <= layer < spec.held_layers:
-                raise ValueError(f"layer is {layer}: the spec holds {spec.held_layers} layers")
-            shape: tuple[int, ...] = spec.page_shape if layer is None else spec.layer_shape
-            _check_array(array, shape, spec, "an out array")
-            if not array.flags.writeable:
-                raise ValueError("an out array is read-only")
-            where = (row.lane, row.group, segment.number)
-            work.setdefault(where, (group, segment, []))[2].append(position)
-            places.append(place)
-        lost: list[StoreRow] = []
-        for group, segment, positions in work.values():
-            with files.translated(group.chunk_path(KV, segment.number), "read"):
-                damaged = group.read(
-                    segment, [places[p] for p in positions], layer, [out[p] for p in positions]
-                )
-            lost += [rows[positions[number]] for number in damaged]
-        if lost:
-            self._lose(lost)
-
-    def _locate(self, row: StoreRow) -> tuple[LaneGroup, Segment, int]:
-        group = self._groups.get((row.lane, row.group))
+    def _locate(self, row: StoreRow) -> tuple[LaneGroup, Segment, int, PageKey]:
+        group = self._contents.groups.get((row.lane, row.group))
         found = None if group is None else group.locate(row.row)
         if group is None or found is None:
             raise PageNotFoundError(f"the store {self.path} has no page in {row}")
-        return group, *found
+        segment, place = found
+        key = segment.keys[place]
+        assert key is not None
+        return group, segment, place, key
 
-    def _lose(self, rows: Sequence[StoreRow]) -> NoReturn:
-        """Forget damaged pages, each in favour of its next copy if there is one, and raise."""
-        keys = []
-        with self._lock:
-            for row in rows:
-                _, segment, place = self._locate(row)
-                key = segment.keys[place]
-                assert key is not None
-                keys.append(key)
-                self._num_damaged_pages += self._indexes[row.group].remove(key, row)
-        message = (
-            f"{len(rows)} pages of {self.path} are damaged or gone, the first {keys[0].hex()} in"
-            f" {rows[0]}: compute them again"
-        )
-        logger.warning("%s", message)
-        raise CorruptPageError(message, tuple(keys))
-
-    def _own_lane(self) -> LaneLock:
+    def _own_writer(self) -> RowWriter:
         self._check_open()
-        if self._lane_lock is None:
+        if self._writer is None:
             raise StoreError(f"the store {self.path} was opened read-only (mode='r')")
-        return self._lane_lock
+        return self._writer
+
+    def _deadline(self, deadline: float | None) -> float | None:
+        return self._read_deadline if deadline is None else deadline
+
+    def _check_group(self, group: int) -> int:
+        if not 0 <= group < len(self.specs):
+            raise ValueError(f"group is {group}: the store has {len(self.specs)} specs")
+        return group
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(self._closed)
 
-    def _abandon(self) -> None:
-        """In a forked child: leave everything to the parent."""
-        self._closed = f"the store {self.path} belongs to the process that forked this one"
-        if self._lane_lock is not None:
-            self._lane_lock.drop()
+
+def _check_options(mode: str, read_deadline: float | None, read_threads: int) -> None:
+    if sys.platform == "win32":
+        raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
+    if mode not in ("a", "r"):
+        raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
+    if read_deadline is not None and not read_deadline > 0:
+        raise ValueError(f"read_deadline is {read_deadline!r}: give seconds, or None for ever")
+    if as_int("read_threads", read_threads) < 1:
+        raise ValueError(f"read_threads is {read_threads}: at least one thread must read")
 
 
-_open_stores: "weakref.WeakSet[PageStore]" = weakref.WeakSet()
-_opening = threading.RLock()
-"""Held while a store is opened for writing, and across a fork."""
+def _as_specs(spec: KVSpec | Sequence[KVSpec] | None) -> tuple[KVSpec, ...] | None:
+    specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
+    for one in specs or ():
+        if not isinstance(one, KVSpec):
+            raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
+    return specs
 
 
-def _register(store: PageStore) -> PageStore:
-    _open_stores.add(store)
-    return store
-
-
-def _require_no_writer(path: Path) -> None:
-    for store in list(_open_stores):
-        if store._lane_lock is not None and _is_same(store.path, path):
-            raise StoreLockedError(
-                f"{path} is already open for writing in this process"
-                f" ({holder_of(store._lane_lock.path)}, lane {store._lane_lock.lane}):"
-                " share that PageStore, or close it first"
-            )
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other)
-    except FileNotFoundError:  # the folder of an open store was removed
-        return False
-
-
-def _after_fork_in_child() -> None:
-    for store in list(_open_stores):
-        store._abandon()
-    _open_stores.clear()
-    _opening.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_opening.acquire,
-        after_in_parent=_opening.release,
-        after_in_child=_after_fork_in_child,
-    )
-
-
-def _unpacked(
-    rows: Sequence[StoreRow] | npt.NDArray[np.int64],
-    layer: int | None,
-    out: Sequence[Array] | Array,
-    at: npt.NDArray[np.int64] | None,
-) -> tuple[Sequence[StoreRow], int | None, Sequence[Array]]:
-    if isinstance(rows, np.ndarray):
-        rows = [unpack_row(row) for row in rows.tolist()]
-    return rows, layer, [out[i] for i in at.tolist()] if at is not None else list(out)
-
-
-def _check_array(array: Array, shape: tuple[int, ...], spec: KVSpec, what: str) -> None:
-    if array.shape != shape or array.dtype != spec.np_dtype:
-        raise ValueError(
-            f"{what} is {array.dtype} of shape {array.shape}: the spec needs {spec.dtype} of"
-            f" shape {shape}"
-        )
+def _with(keep: Keep | None, group: int, keys: Iterable[PageKey]) -> Keep:
+    """``keep``, and these pages."""
+    own = {(group, key) for key in keys}
+    return (lambda: own) if keep is None else (lambda: own | set(keep()))
 
 
 def _without_rest(spec: KVSpec, entry: PageEntry, page: Array) -> Array:

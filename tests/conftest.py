@@ -19,6 +19,17 @@ settings.register_profile("pagedkv", deadline=None, derandomize="CI" in os.envir
 settings.load_profile("pagedkv")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--soak``: the random tests try as much as a release needs, for many minutes."""
+    parser.addoption("--soak", action="store_true", help="longer random tests of the store")
+
+
+@pytest.fixture
+def soak(request: pytest.FixtureRequest) -> bool:
+    """Whether the random tests shall try much more than in every run."""
+    return bool(request.config.getoption("--soak"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs something that is not installed, saying how to install it."""
     needs = {
@@ -59,5 +70,14 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 def public_folder() -> Iterator[Path]:
     """A folder that every user can reach, unlike ``tmp_path``."""
     folder = Path(tempfile.mkdtemp())
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder in memory where there is one, for what does not depend on a real disk."""
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=shared if os.access(shared, os.W_OK) else None))
     yield folder
     shutil.rmtree(folder)

@@ -4,7 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.format import PageEntry
+from pagedkv.memory import PageArrays
 from pagedkv.spec import KVSpec, PageKey
 
 Array = npt.NDArray[Any]
@@ -35,6 +36,19 @@ def make_pages(spec: KVSpec, count: int, seed: int = 0) -> list[Array]:
     rng = np.random.default_rng(seed)
     shape = (count, *spec.page_shape)
     return list(rng.standard_normal(shape, dtype=np.float32).astype(spec.np_dtype))
+
+
+def make_smooth_pages(spec: KVSpec, count: int, seed: int = 0) -> list[Array]:
+    """Pages that compress: few different numbers, more of them from layer to layer."""
+    rng = np.random.default_rng(seed)
+    pages = rng.integers(-3, 3, (count, *spec.page_shape)).astype(np.float32)
+    pages *= np.arange(spec.held_layers)[:, None, None, None, None]
+    return list(pages.astype(spec.np_dtype))
+
+
+def as_arrays(spec: KVSpec, pages: Sequence[Array] | Array) -> PageArrays:
+    """Whole pages as the store takes them."""
+    return PageArrays(pages, None, spec.page_shape, spec.np_dtype, "a page")
 
 
 def make_key(number: int) -> PageKey:

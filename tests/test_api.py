@@ -10,7 +10,7 @@ import pagedkv
 
 DOCUMENTED = {
     # the cache and what it is made of
-    "PagedKVCache", "Sequence", "CacheStats", "LoadHandle", "KVSpec", "LRU", "FIFO",
+    "PagedKVCache", "Sequence", "CacheStats", "LoadHandle", "KVSpec", "LRU", "FIFO", "Lossless",
     "EvictionPolicy",
     # the store
     "PageStore", "StoreRow", "PageEntry", "Codec", "Raw", "Int8",

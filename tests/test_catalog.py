@@ -6,18 +6,39 @@ import numpy as np
 import pytest
 from store_samples import make_entries, make_key, make_spec
 
-from pagedkv.catalog import derived_chunks, entry_of, pack_catalog, unpack_catalog
-from pagedkv.codec import Raw
+from pagedkv.catalog import (
+    derived_chunks,
+    entry_of,
+    map_of,
+    pack_catalog,
+    repack_catalog,
+    unpack_catalog,
+)
+from pagedkv.codec import Lossless, Raw
 from pagedkv.format import Geometry, PageEntry
+from pagedkv.segment_map import SegmentMap, bounds_of
 
 SPEC = make_spec(num_layers=2, page_tokens=4)
 GEOMETRY = Geometry.of(SPEC, Raw(), rows=5)
+VARIABLE = Geometry.of(SPEC, Lossless(), rows=5)
 CRCS = np.arange(6, dtype=np.uint32).reshape(3, 2)
+SIZES = np.array([[10, 20], [1, 7], [30, 3]], np.uint32)
+
+
+def make_map(count: int, *, variable: bool = False) -> SegmentMap:
+    bounds = bounds_of(SIZES[:count]) if variable else None
+    return SegmentMap(holds=np.ones(count, np.bool_), crcs=CRCS[:count], bounds=bounds)
 
 
 def pack(entries: list[PageEntry], segment: int = 2, *, store_tokens: bool = True) -> bytes:
-    crcs = CRCS[: len(entries)]
-    return pack_catalog(GEOMETRY, segment, entries, crcs, store_tokens=store_tokens).tobytes()
+    segment_map = make_map(len(entries))
+    chunk = pack_catalog(GEOMETRY, segment, entries, segment_map, store_tokens=store_tokens)
+    return chunk.tobytes()
+
+
+def pack_variable(segment: int = 2) -> bytes:
+    entries, segment_map = make_entries(SPEC, 3), make_map(3, variable=True)
+    return pack_catalog(VARIABLE, segment, entries, segment_map, store_tokens=True).tobytes()
 
 
 def sealed(chunk: bytes) -> bytes:
@@ -91,11 +112,89 @@ def test_a_chunk_of_another_model_is_foreign() -> None:
         unpack_catalog(other, 2, pack(make_entries(SPEC, 3)))
 
 
-def test_a_record_whose_own_checksum_is_wrong_holds_no_page() -> None:
+def test_every_record_has_its_own_checksum() -> None:
+    chunk = pack(make_entries(SPEC, 3))
+    size = GEOMETRY.record_dtype.itemsize
+    for place in range(3):
+        record = chunk[place * size : (place + 1) * size]
+        assert struct.unpack("<I", record[-4:]) == (google_crc32c.value(record[:-4]),)
+    assert not any(chunk[3 * size : -4])
+
+
+@pytest.mark.parametrize("field", ["magic", "row", "tag", "num_tokens"])
+def test_a_record_that_is_not_of_its_place_holds_no_page(field: str) -> None:
     chunk = bytearray(pack(make_entries(SPEC, 3)))
-    chunk[GEOMETRY.record_dtype.itemsize + 50] ^= 1
+    dtype = GEOMETRY.record_dtype
+    at = dtype.itemsize + dtype.fields[field][1]
+    chunk[at] ^= 0x40
     _, holds = unpack_catalog(GEOMETRY, 2, sealed(bytes(chunk)))
     assert holds.tolist() == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_a_record_of_more_tokens_than_a_page_has_holds_none(num_tokens: int) -> None:
+    chunk = bytearray(pack(make_entries(SPEC, 2)))
+    struct.pack_into("<I", chunk, GEOMETRY.record_dtype.fields["num_tokens"][1], num_tokens)
+    assert unpack_catalog(GEOMETRY, 2, sealed(bytes(chunk)))[1].tolist()[:2] == [False, True]
+
+
+def test_a_map_reaches_to_the_last_page_that_there_is() -> None:
+    chunk = bytearray(pack(make_entries(SPEC, 3)))
+    chunk[0] ^= 1
+    segment_map = map_of(GEOMETRY, *unpack_catalog(GEOMETRY, 2, sealed(bytes(chunk))))
+    assert segment_map.holds.tolist() == [False, True, True]
+    assert np.array_equal(segment_map.crcs, CRCS)
+    assert segment_map.bounds is None
+    assert segment_map.nbytes == 3 + 3 * 2 * 4
+
+
+def test_a_map_of_variable_sizes_says_where_each_layer_is() -> None:
+    records, holds = unpack_catalog(VARIABLE, 2, pack_variable())
+    assert records["offset"][:3].tolist() == [0, 38, 54]
+    assert np.array_equal(records["layer_nbytes"][:3], SIZES)
+    segment_map = map_of(VARIABLE, records, holds)
+    assert segment_map.bounds is not None
+    assert segment_map.bounds.tolist() == [[0, 14, 38], [38, 43, 54], [54, 88, 95]]
+    assert segment_map.nbytes == 3 + 3 * 2 * 4 + 3 * 3 * 8
+
+
+def test_a_layer_larger_than_any_can_be_is_refused() -> None:
+    chunk = bytearray(pack_variable())
+    at = VARIABLE.record_dtype.itemsize + VARIABLE.record_dtype.fields["layer_nbytes"][1]
+    for size in (VARIABLE.payload_nbytes, VARIABLE.payload_nbytes + 1):
+        struct.pack_into("<I", chunk, at, size)
+        records, holds = unpack_catalog(VARIABLE, 2, sealed(bytes(chunk)))
+        if size == VARIABLE.payload_nbytes:
+            map_of(VARIABLE, records, holds)
+        else:
+            with pytest.raises(ValueError, match=rf"a layer of {size + 4} bytes"):
+                map_of(VARIABLE, records, holds)
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_moved_pages_keep_their_records_at_their_new_place(*, variable: bool) -> None:
+    geometry = VARIABLE if variable else GEOMETRY
+    chunk = pack_variable() if variable else pack(make_entries(SPEC, 3, salt=b"tenant"))
+    records, _ = unpack_catalog(geometry, 2, chunk)
+    chosen = records[[2, 0]]
+    moved_map = SegmentMap(
+        holds=np.ones(2, np.bool_),
+        crcs=CRCS[[2, 0]],
+        bounds=bounds_of(SIZES[[2, 0]]) if variable else None,
+    )
+    again = repack_catalog(geometry, 7, chosen, moved_map).tobytes()
+    moved, holds = unpack_catalog(geometry, 7, again)
+    assert holds.tolist() == [True, True, False, False, False]
+    assert moved["row"][:2].tolist() == [35, 36]
+    for name in geometry.record_dtype.names:
+        if name not in ("row", "crc", "offset"):
+            assert np.array_equal(moved[name][:2], chosen[name]), name
+    found = map_of(geometry, moved, holds)
+    assert np.array_equal(found.crcs, moved_map.crcs)
+    if variable:
+        assert np.array_equal(found.bounds, moved_map.bounds)
+    size = geometry.record_dtype.itemsize
+    assert struct.unpack("<I", again[size - 4 : size]) == (google_crc32c.value(again[: size - 4]),)
 
 
 def test_derived_columns_say_what_the_records_say() -> None:

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer.main
+from store_samples import all_files, make_pages, make_spec
 
 import pagedkv
 from pagedkv import cli
+from pagedkv.lane_access import lane_locked
 
 REPOSITORY = Path(__file__).parent.parent
 COMMANDS = sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
@@ -150,3 +153,167 @@ def test_a_missing_option_is_told_apart_from_a_failure(
 ) -> None:
     assert run("size", monkeypatch=monkeypatch) == 2
     assert "--context" in capsys.readouterr().err
+
+
+STORE_COMMANDS = (["verify"], ["info"], ["ls"], ["gc", "--max-size", "1MiB"])
+
+
+@pytest.fixture
+def store(tmp_path: Path, no_fsync: None) -> Path:
+    """Ten pages of one prompt."""
+    path = tmp_path / "cache.zarr"
+    spec = make_spec()
+    keys = pagedkv.page_keys(spec, np.arange(40))
+    entries = [
+        pagedkv.PageEntry(key=key, parent=parent, tokens=ids, num_tokens=4)
+        for key, parent, ids in zip(keys, keys.parents, keys.tokens, strict=True)
+    ]
+    with pagedkv.PageStore.open(path, spec) as opened:
+        opened.write(0, entries, make_pages(spec, 10))
+    return path
+
+
+@pytest.mark.parametrize("command", STORE_COMMANDS, ids=" ".join)
+def test_a_folder_that_is_no_store_is_one_line_and_status_2(
+    tmp_path: Path,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        assert run(*command, path, monkeypatch=monkeypatch) == 2
+        output, errors = capsys.readouterr()
+        assert not output
+        (line,) = errors.splitlines()
+        assert line.startswith("pagedkv: ")
+        assert str(path) in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_of_no_folder_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench", tmp_path / "nowhere", monkeypatch=monkeypatch) == 2
+    assert capsys.readouterr().err == f"pagedkv: {tmp_path / 'nowhere'} is no folder\n"
+    assert run("bench", tmp_path, "--size", "lots", monkeypatch=monkeypatch) == 2
+    assert "'lots' is no byte size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", STORE_COMMANDS[:3], ids=" ".join)
+def test_looking_at_a_good_store_is_status_0_and_changes_nothing(
+    store: Path,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = all_files(store)
+    assert run(*command, store, monkeypatch=monkeypatch) == 0
+    output, errors = capsys.readouterr()
+    assert "10 pages" in " ".join(output.split()) or "10: 10 full" in output
+    assert not errors
+    assert run(*command, store, "--json", monkeypatch=monkeypatch) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+    assert all_files(store) == before
+
+
+def test_verify_tells_what_is_damaged_and_repairs_it(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment = store / "lane-0000" / "group-0" / "kv" / "c.0.0.0.0.0.0"
+    data = bytearray(segment.read_bytes())
+    data[5] ^= 1
+    segment.write_bytes(data)
+    assert run("verify", store, monkeypatch=monkeypatch) == 1
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("lane-0000/group-0/kv/c.0.0.0.0.0.0, row 0, layer 0, page ")
+    assert first.endswith("(page lost)")
+    assert run("verify", store, "--json", monkeypatch=monkeypatch) == 1
+    report = json.loads(capsys.readouterr().out)
+    (finding,) = report["findings"]
+    assert (finding["row"], finding["damage"], len(finding["key"])) == (0, "layer", 64)
+    assert (report["num_good_pages"], report["is_clean"]) == (9, False)
+    assert run("verify", store, "--repair", monkeypatch=monkeypatch) == 0
+    assert "all repaired" in capsys.readouterr().out
+    assert run("verify", store, monkeypatch=monkeypatch) == 0
+
+
+def test_info_prints_what_is_in_the_store(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run("info", store, monkeypatch=monkeypatch) == 0
+    output = capsys.readouterr().out
+    for text in ("sha256:test", "3 x 2 x 4 x 2 x 8 float32", "raw", "10: 10 full, 0 tails", "lane"):
+        assert text in output
+    assert run("info", store, "--json", monkeypatch=monkeypatch) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["groups"][0]["num_pages"] == 10
+    assert values["groups"][0]["spec"]["dtype"] == "float32"
+    assert values["lanes"][0]["is_held"] is False
+
+
+def test_ls_lists_prefixes_or_pages(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("ls", store, monkeypatch=monkeypatch) == 0
+    line, total = capsys.readouterr().out.splitlines()
+    assert "10 pages, 40 tokens from 0: 0 1 2 3 …" in line
+    assert total == "10 pages"
+    assert run("ls", store, "--long", "--limit", 3, monkeypatch=monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert "1 page, 4 tokens from 8: 8 9 10 11 …" in lines[2]
+    assert lines[3] == "… and 7 more lines (--limit 0 prints all)"
+    assert run("ls", store, "--long", "--limit", 0, monkeypatch=monkeypatch) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 11
+
+
+def test_gc_gives_up_pages_until_the_store_is_small_enough(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nbytes = sum(map(len, all_files(store).values()))
+    assert run("gc", store, "--max-size", nbytes + 2**20, monkeypatch=monkeypatch) == 0
+    assert "0 pages evicted" in capsys.readouterr().out
+    assert run("gc", store, "--max-size", "100KiB", "--json", monkeypatch=monkeypatch) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_pages_evicted"], report["num_segments_removed"]) == (10, 1)
+    assert report["nbytes_after"] <= 100 * 2**10 < report["nbytes_before"]
+    assert sum(map(len, all_files(store).values())) <= 100 * 2**10
+    assert run("gc", store, "--max-size", "lots", monkeypatch=monkeypatch) == 2
+    assert "'lots' is no byte size" in capsys.readouterr().err
+    assert run("verify", store, monkeypatch=monkeypatch) == 0
+    capsys.readouterr()
+    assert run("info", store, monkeypatch=monkeypatch) == 0
+    assert "last evictions" in capsys.readouterr().out
+    assert run("info", store, "--json", monkeypatch=monkeypatch) == 0
+    assert len(json.loads(capsys.readouterr().out)["evictions"]) == 10
+
+
+def test_gc_that_cannot_free_enough_is_status_1(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with lane_locked(store / "lane-0000") as held:
+        assert held
+        assert run("gc", store, "--max-size", "100KiB", monkeypatch=monkeypatch) == 1
+    output, errors = capsys.readouterr()
+    assert "0 pages evicted" in output
+    assert "more than 100KiB is left" in errors
+
+
+def test_bench_prints_figures(
+    tmp_path: Path,
+    no_fsync: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("bench", tmp_path, "--size", "256KiB", "--page", "16KiB")
+    assert run(*arguments, monkeypatch=monkeypatch) == 0
+    output = capsys.readouterr().out
+    for text in ("durable write, raw", "cold read, int8", "plain file", "GB/s"):
+        assert text in output
+    assert run(*arguments, "--json", monkeypatch=monkeypatch) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert {tuple(result) for result in results} == {
+        ("case", "unit", "ours", "peer", "peer_name", "ratio")
+    }
+    assert not list(tmp_path.iterdir())

@@ -136,3 +136,96 @@ def test_locked_gives_the_lock_back_when_the_block_raises(tmp_path: Path) -> Non
         assert files.try_lock(fd)
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("knows_nameless", [True, False])
+def test_a_scratch_file_is_private_and_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows_nameless: bool
+) -> None:
+    if not knows_nameless:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    fd = files.scratch_file(tmp_path)
+    try:
+        assert os.listdir(tmp_path) == []
+        assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600
+        files.pwrite_all(fd, b"scratch", 3)
+        assert files.pread_exact(fd, 7, 3).tobytes() == b"scratch"
+    finally:
+        os.close(fd)
+
+
+def test_a_scratch_file_works_where_the_file_system_has_no_nameless_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *rest)
+
+    if hasattr(os, "O_TMPFILE"):
+        monkeypatch.setattr(os, "open", refuse)
+    os.close(files.scratch_file(tmp_path))
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(FileNotFoundError):
+        files.scratch_file(tmp_path / "missing")
+
+
+def test_write_atomic_may_prepare_the_bytes_in_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+
+    def parts():
+        assert os.listdir(tmp_path / "a") == []
+        assert len(os.listdir(tmp_path / "b")) == 1
+        yield b"new"
+
+    files.write_atomic(tmp_path / "a" / "file", parts(), sync=False, folder=tmp_path / "b")
+    assert (tmp_path / "a" / "file").read_bytes() == b"new"
+    assert os.listdir(tmp_path / "b") == []
+
+
+def test_the_size_of_a_tree_is_that_of_its_regular_files(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_bytes(b"12345")
+    (tmp_path / "a" / "file").write_bytes(b"123")
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "a" / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    assert files.tree_nbytes(tmp_path) == 8
+    assert files.subfolders(tmp_path) == ["a"]
+    assert files.tree_nbytes(tmp_path / "missing") == 0
+
+
+def test_an_empty_folder_is_removed_a_file_and_a_full_folder_stay(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for path in (tmp_path / "empty", tmp_path / "full" / "file", tmp_path / "missing"):
+        files.remove_empty_folder(path)
+    with pytest.raises(OSError, match="not empty"):
+        files.remove_empty_folder(tmp_path / "full")
+    assert os.listdir(tmp_path) == ["full"]
+
+
+def test_the_stamp_of_a_file_changes_when_it_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "document"
+    assert files.stamp(path) is None
+    files.write_atomic(path, [b"old"])
+    before = files.stamp(path)
+    assert files.stamp(path) == before
+    files.write_atomic(path, [b"newer"])
+    assert files.stamp(path) != before
+
+
+def test_overwrite_replaces_bytes_in_the_middle_and_follows_no_link(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    files.overwrite(path, b"ab", 4)
+    assert path.read_bytes() == b"0123ab6789"
+    (tmp_path / "link").symlink_to(path)
+    for name in ("link", "missing"):
+        with pytest.raises(OSError):
+            files.overwrite(tmp_path / name, b"ab", 0)
+    assert path.read_bytes() == b"0123ab6789"

@@ -6,8 +6,8 @@ import pytest
 from store_samples import make_entries, make_key, make_spec
 
 from pagedkv import format as fmt
-from pagedkv.codec import Int8, Raw
-from pagedkv.format import Geometry, PageEntry
+from pagedkv.codec import Int8, Lossless, Raw
+from pagedkv.format import Geometry, PageEntry, StoreRow
 
 
 @pytest.mark.parametrize("lane", [0, 7, 9999, 10000])
@@ -73,13 +73,55 @@ def test_the_tag_tells_specs_and_codecs_apart() -> None:
 
 def test_the_index_says_where_each_layer_of_each_page_is() -> None:
     geometry = Geometry.of(make_spec(num_layers=2), Raw(), rows=3)
-    index = fmt.segment_index(geometry, 2)
+    index = fmt.segment_index(geometry, np.full((2, 2), geometry.payload_nbytes, np.uint32))
     assert len(index) == 3 * 2 * 16 + 4
     assert geometry.segment_nbytes(2) == 2 * geometry.page_nbytes + len(index)
     size = geometry.chunk_nbytes
     expected = [(number * size, size) for number in range(4)] + [(2**64 - 1, 2**64 - 1)] * 2
     assert list(struct.iter_unpack("<QQ", index[:-4])) == expected
     assert index[-4:] == struct.pack("<I", google_crc32c.value(index[:-4]))
+
+
+def test_the_index_of_layers_of_variable_size_adds_them_up() -> None:
+    geometry = Geometry.of(make_spec(num_layers=2), Lossless(), rows=2)
+    index = fmt.segment_index(geometry, np.array([[10, 20]], np.uint32))
+    found = list(struct.iter_unpack("<QQ", index[:-4]))
+    assert found == [(0, 14), (14, 24)] + [(2**64 - 1, 2**64 - 1)] * 2
+
+
+@pytest.mark.parametrize("max_nbytes", [10**6, 10**7, 10**9])
+def test_a_segment_of_a_bounded_store_is_at_most_a_sixteenth_of_the_bound(max_nbytes: int) -> None:
+    for spec in (make_spec(), make_spec(num_layers=30, head_dim=64, page_tokens=16)):
+        geometry = Geometry.of(spec, Raw(), max_nbytes=max_nbytes)
+        assert 1 <= geometry.rows <= Geometry.of(spec, Raw()).rows
+        assert geometry.rows == 1 or geometry.write_nbytes(geometry.rows) <= max_nbytes // 16
+
+
+def test_a_bound_that_is_smaller_than_a_page_leaves_a_row() -> None:
+    assert Geometry.of(make_spec(), Raw(), max_nbytes=1).rows == 1
+
+
+def test_records_of_variable_size_say_where_the_layers_are() -> None:
+    fixed, variable = (
+        Geometry.of(make_spec(num_layers=2), codec, rows=3) for codec in (Raw(), Lossless())
+    )
+    assert fixed.fixed_size
+    assert not variable.fixed_size
+    assert variable.record_dtype.itemsize == fixed.record_dtype.itemsize + 8 + 2 * 4
+    names = variable.record_dtype.names
+    assert names is not None
+    assert names[names.index("layer_crcs") + 1 :][:2] == ("offset", "layer_nbytes")
+
+
+@pytest.mark.parametrize(
+    "row", [StoreRow(0, 0, 0), StoreRow(5, 3, 2**40 - 1), StoreRow(2**7 - 1, 2**16 - 1, 1)]
+)
+def test_a_packed_row_is_one_integer(row: StoreRow) -> None:
+    packed = fmt.pack_row(row)
+    assert np.int64(packed) == packed
+    assert fmt.unpack_row(packed) == row
+    if row.row:
+        assert fmt.pack_row(row._replace(row=row.row - 1)) == packed - 1
 
 
 def test_derived_columns_add_up_to_the_derived_bytes() -> None:

@@ -1,3 +1,4 @@
+import gc
 import hashlib
 import json
 import logging
@@ -9,6 +10,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +26,15 @@ from store_samples import (
     make_entries,
     make_key,
     make_pages,
+    make_smooth_pages,
     make_spec,
     run_python,
     same_bits,
 )
 
-from pagedkv import files
+from pagedkv import contents, files
 from pagedkv import format as fmt
-from pagedkv.codec import Int8, Raw
+from pagedkv.codec import Int8, Lossless, Raw
 from pagedkv.errors import (
     ClosedError,
     FormatVersionError,
@@ -41,6 +44,7 @@ from pagedkv.errors import (
     StoreFullError,
 )
 from pagedkv.format import PageEntry, StoreRow
+from pagedkv.header import checksum
 from pagedkv.store import PageStore
 
 SPEC = make_spec()
@@ -264,6 +268,128 @@ class TestWriteAndRead:
             assert store.num_pages == 0
 
 
+def strided(pages: list[Array]) -> Array:
+    """The pages in one array, with unused places between the channels."""
+    wide = np.full((len(pages), *pages[0].shape[:-1], 16), 7, np.float32)
+    wide[..., ::2] = pages
+    return wide[..., ::2]
+
+
+class TestOneArray:
+    """Pages as a pool has them: one array, of which some places are meant."""
+
+    @pytest.fixture
+    def pool(self) -> Array:
+        layers, kinds, *rest = SPEC.page_shape
+        pool = np.zeros((layers, kinds, 12, *rest), np.float32)
+        pool[:, :, 1:11] = np.moveaxis(np.stack(PAGES), 0, 2)
+        return np.moveaxis(pool, 2, 0)
+
+    @pytest.mark.parametrize("codec", [Raw(), Lossless()], ids=str)
+    def test_places_of_a_pool_are_written_and_read(
+        self, path: Path, short_segments: None, pool: Array, codec: Any
+    ) -> None:
+        at = np.random.default_rng(2).permutation(10) + 1
+        chosen = [ENTRIES[place - 1] for place in at.tolist()]
+        with PageStore.open(path, SPEC, codec=codec) as store:
+            rows = store.write(0, chosen, pool, at=at)
+            assert same_bits(read(store, rows_of(store, ENTRIES)), PAGES)
+            out = np.zeros_like(pool)
+            store.read(rows, out, at=at)
+            assert same_bits(out, pool)
+            assert store.find_rows([entry.key for entry in chosen]).tolist() == [
+                fmt.pack_row(row) for row in rows
+            ]
+
+    def test_only_the_new_ones_of_them_are_written(self, store: PageStore, pool: Array) -> None:
+        store.write(0, ENTRIES[2:5], PAGES[2:5])
+        rows = store.write(0, ENTRIES, pool, at=np.arange(1, 11))
+        assert store.num_pages == 10
+        assert same_bits(read(store, rows), PAGES)
+
+    @pytest.mark.parametrize("codec", [Raw(), Lossless(), Int8()], ids=str)
+    def test_arrays_of_any_strides_are_written_and_read(self, path: Path, codec: Any) -> None:
+        with PageStore.open(path, SPEC, codec=codec) as store:
+            rows = store.write(0, ENTRIES[:5], strided(PAGES[:5]))
+            rows += store.write(0, ENTRIES[3:], list(strided(PAGES[3:])))[2:]
+            straight = read(store, rows)
+            out = strided([page * 0 for page in PAGES])
+            store.read(rows, out)
+            assert same_bits(out, straight)
+            assert codec == Int8() or same_bits(out, PAGES)
+
+    @pytest.mark.xfail(strict=True, reason="staged pages are cut to tails before they are there")
+    @pytest.mark.parametrize("form", ["one array", "sequence", "unlike strides"])
+    def test_tails_among_arrays_of_any_strides_are_written(self, path: Path, form: str) -> None:
+        tail = replace(ENTRIES[2], num_tokens=2, tokens=None)
+        pages: Any = strided(PAGES[:3])
+        if form == "sequence":
+            pages = list(pages)
+        elif form == "unlike strides":
+            pages = [PAGES[0], np.asfortranarray(PAGES[1]), PAGES[2]]
+        with PageStore.open(path, SPEC) as store:
+            rows = store.write(0, [*ENTRIES[:2], tail], pages)
+            out = read(store, rows)
+        assert same_bits(out[:2], PAGES[:2])
+        assert same_bits([out[2][:, :, :2]], [PAGES[2][:, :, :2]])
+        assert not out[2][:, :, 2:].any()
+
+
+class TestLossless:
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    @pytest.mark.parametrize("kinds", [1, 2])
+    def test_pages_come_back_bit_for_bit(
+        self, path: Path, short_segments: None, dtype: str, kinds: int
+    ) -> None:
+        spec = make_spec(dtype=dtype, num_kinds=kinds)
+        pages = make_smooth_pages(spec, 5) + make_pages(spec, 4)
+        pages.append(np.full(spec.page_shape, np.nan, spec.np_dtype))
+        with PageStore.open(path, spec, codec="lossless") as store:
+            rows = store.write(0, make_entries(spec, 10), pages)
+            out = empty_like(pages)
+            store.read(rows, out)
+            assert same_bits(out, pages)
+        with PageStore.open(path, mode="r") as store:
+            assert store.codec == Lossless()
+            order = [9, 0, 4, 3, 0]
+            out = empty_like([pages[n] for n in order])
+            store.read([rows[n] for n in order], out)
+            assert same_bits(out, [pages[n] for n in order])
+            for layer in range(spec.held_layers):
+                layers = empty_like([page[layer] for page in pages])
+                store.read_layer(rows, layer, layers)
+                assert same_bits(layers, [page[layer] for page in pages])
+
+    def test_maps_that_were_forgotten_are_read_again(
+        self, path: Path, short_segments: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(contents, "MAX_MAPS_NBYTES", 1)
+        with PageStore.open(path, SPEC, codec="lossless") as store:
+            rows = store.write(0, ENTRIES, PAGES)
+            assert same_bits(read(store, rows), PAGES)
+            assert len(store._contents._maps) == 1
+            store.check_invariants()
+        with PageStore.open(path, mode="r") as store:
+            assert same_bits(read(store, rows[::-1]), PAGES[::-1])
+
+    @pytest.mark.xfail(strict=True, reason="the largest possible size is counted as written")
+    def test_nbytes_are_the_bytes_on_disk(self, path: Path, short_segments: None) -> None:
+        with PageStore.open(path, SPEC, codec="lossless") as store:
+            before = store.nbytes - chunk_nbytes(path)
+            store.write(0, ENTRIES, make_smooth_pages(SPEC, 10))
+            assert store.nbytes - chunk_nbytes(path) == before
+
+    @pytest.mark.xfail(strict=True, reason="bytes that were never written are not given back")
+    def test_a_bounded_store_does_not_fill_up_for_good(
+        self, path: Path, short_segments: None
+    ) -> None:
+        pages, entries = make_smooth_pages(SPEC, 800), make_entries(SPEC, 800, parent=None)
+        with PageStore.open(path, SPEC, codec="lossless", max_nbytes=400_000) as store:
+            for at in range(0, 800, 4):
+                store.write(0, entries[at : at + 4], pages[at : at + 4])
+            assert chunk_nbytes(path) > 250_000
+
+
 class TestKeys:
     def test_an_unknown_key_is_not_found(self, store: PageStore) -> None:
         assert store.find(make_key(1)) is None
@@ -392,12 +518,24 @@ class TestBadArguments:
         bad[2, 1, 3, 1, 7] = np.nan
         with PageStore.open(path, SPEC, codec="int8") as store:
             nbytes = chunk_nbytes(path)
-            with pytest.raises(ValueError, match=r"layer 2 of a page: .*nan at \(1, 3, 1, 7\)"):
+            with pytest.raises(ValueError, match=r"a page has nan at \(\d, 2, 1, 3, 1, 7\)"):
                 store.write(0, ENTRIES, [*PAGES[:9], bad])
             assert (store.num_pages, chunk_nbytes(path)) == (0, nbytes)
             assert not [name for name in all_files(path) if ".tmp-" in name]
             store.check_invariants()
             assert store.write(0, ENTRIES[:9], PAGES[:9])
+
+    @pytest.mark.xfail(strict=True, reason="the number counts from the beginning of a part")
+    @pytest.mark.parametrize("first", [0, 2])
+    def test_the_page_with_a_nan_is_named_by_its_number_in_the_call(
+        self, path: Path, short_segments: None, first: int
+    ) -> None:
+        bad = PAGES[9].copy()
+        bad[2, 1, 3, 1, 7] = np.nan
+        with PageStore.open(path, SPEC, codec="int8") as store:
+            store.write(0, ENTRIES[:first], PAGES[:first])
+            with pytest.raises(ValueError, match=r"nan at \(9, 2, 1, 3, 1, 7\)"):
+                store.write(0, ENTRIES, [*PAGES[:9], bad])
 
     def test_an_out_array_that_does_not_fit_is_refused(self, store: PageStore) -> None:
         rows = store.write(0, ENTRIES[:2], PAGES[:2])
@@ -506,20 +644,47 @@ class TestOpening:
     def test_a_later_format_is_refused_naming_both(self, path: Path) -> None:
         PageStore.open(path, SPEC).close()
         document = json.loads((path / "zarr.json").read_text())
-        document["attributes"]["pagedkv"]["format_version"] = 7
+        header = document["attributes"]["pagedkv"]
+        header["format_version"] = 7
+        header["crc32c"] = checksum(header)
         (path / "zarr.json").write_text(json.dumps(document))
         before = all_files(path)
         with pytest.raises(FormatVersionError, match="format version 7; this release reads up to"):
             PageStore.open(path, SPEC)
         assert all_files(path) == before
 
+    @pytest.mark.parametrize("keep", [None, 0, 10, 200])
+    def test_a_torn_root_document_is_mended_by_the_next_writer(
+        self, path: Path, keep: int | None
+    ) -> None:
+        with PageStore.open(path, SPEC, max_nbytes="1GiB") as store:
+            store.write(0, ENTRIES, PAGES)
+        document = (path / "zarr.json").read_bytes()
+        (path / "zarr.json").unlink()
+        if keep is not None:
+            (path / "zarr.json").write_bytes(document[:keep])
+        before = all_files(path)
+        with PageStore.open(path, mode="r") as store:
+            assert store.max_nbytes == 2**30
+            assert same_bits(read(store, rows_of(store, ENTRIES)), PAGES)
+        assert all_files(path) == before
+        with PageStore.open(path) as store:
+            assert same_bits(read(store, rows_of(store, ENTRIES)), PAGES)
+        assert json.loads((path / "zarr.json").read_text()) == json.loads(document)
+
     @pytest.mark.parametrize("keep", [0, 10, 200])
-    def test_a_torn_root_document_is_refused(self, path: Path, keep: int) -> None:
+    @pytest.mark.parametrize("mode", ["a", "r"])
+    def test_a_torn_root_document_of_which_no_lane_has_a_copy_is_refused(
+        self, path: Path, keep: int, mode: Any
+    ) -> None:
         PageStore.open(path, SPEC).close()
         document = (path / "zarr.json").read_bytes()
         (path / "zarr.json").write_bytes(document[:keep])
-        with pytest.raises(StoreError, match=r"zarr\.json is damaged"):
-            PageStore.open(path, SPEC)
+        (path / "lane-0000" / "zarr.json").write_bytes(b"{}")
+        before = all_files(path)
+        with pytest.raises(StoreError, match=r"the document of .* is damaged"):
+            PageStore.open(path, SPEC, mode=mode)
+        assert all_files(path) == before
 
     @pytest.mark.parametrize("left", [[], [".tmp-zarr.json-1a2b"]])
     def test_an_interrupted_creation_is_completed(self, path: Path, left: list[str]) -> None:
@@ -657,17 +822,47 @@ class TestBound:
             with PageStore.open(path, mode=mode) as store:
                 assert store.nbytes == nbytes
 
-    def test_a_write_beyond_the_bound_changes_nothing(self, path: Path) -> None:
+    def test_a_write_that_is_larger_than_the_bound_changes_nothing(self, path: Path) -> None:
+        pages, entries = make_pages(SPEC, 300), make_entries(SPEC, 300, parent=None)
         with PageStore.open(path, SPEC, max_nbytes=400_000) as store:
-            store.write(0, ENTRIES[:1], PAGES[:1])
+            rows = store.write(0, entries[:1], pages[:1])
             before, nbytes = all_files(path), store.nbytes
-            with pytest.raises(StoreFullError, match=rf"\({nbytes}\) .*\(400000\) .*no room"):
-                store.write(0, ENTRIES[1:], PAGES[1:])
+            with pytest.raises(StoreFullError, match=r"\(400000\) in use: no room for"):
+                store.write(0, entries[1:], pages[1:])
             assert all_files(path) == before
             assert store.nbytes == nbytes <= 400_000
             assert store.num_pages == 1
-            assert store.write(0, ENTRIES[:1], PAGES[:1]) == [StoreRow(0, 0, 0)]
+            assert store.write(0, entries[:1], pages[:1]) == rows
             store.check_invariants()
+
+    def test_old_pages_leave_for_new_ones(self, path: Path) -> None:
+        pages, entries = make_pages(SPEC, 400), make_entries(SPEC, 400, parent=None)
+        with PageStore.open(path, SPEC, max_nbytes=400_000) as store:
+            for at in range(0, 400, 10):
+                part = slice(at, at + 10)
+                rows = store.write(0, entries[part], pages[part])
+                assert same_bits(read(store, rows), pages[part])
+                assert chunk_nbytes(path) <= store.nbytes <= 400_000
+                store.check_invariants()
+            assert store.find(entries[0].key) is None
+            held = [n for n in range(400) if store.find(entries[n].key) is not None]
+            assert 20 < len(held) < 300
+            found = rows_of(store, [entries[n] for n in held])
+            assert same_bits(read(store, found), [pages[n] for n in held])
+        with PageStore.open(path, mode="r") as store:
+            assert same_bits(read(store, found), [pages[n] for n in held])
+            assert store.num_pages == len(held)
+
+    @pytest.mark.xfail(strict=True, reason="rows that left while room was made are returned")
+    def test_pages_that_leave_for_others_of_the_same_write_have_rows_still(
+        self, path: Path, short_segments: None
+    ) -> None:
+        pages, entries = make_pages(SPEC, 400), make_entries(SPEC, 400, parent=None)
+        with PageStore.open(path, SPEC, max_nbytes=400_000) as store:
+            for at in range(0, 400, 4):
+                batch = [at // 2, *range(at, at + 4)]  # the first may be about to leave
+                rows = store.write(0, [entries[n] for n in batch], [pages[n] for n in batch])
+                assert same_bits(read(store, rows), [pages[n] for n in batch])
 
     def test_another_bound_replaces_the_store_s(self, path: Path) -> None:
         PageStore.open(path, SPEC, max_nbytes=1000).close()
@@ -691,18 +886,30 @@ class TestBound:
 
     def test_scratch_counts_against_the_bound(self, path: Path) -> None:
         with PageStore.open(path, SPEC, max_nbytes=500_000) as store:
-            store.scratch_nbytes = 200_000
-            store.reserve_scratch(200_000)
-            assert store.scratch_nbytes == store.nbytes == 400_000
-            store.reserve(100_000)
-            with pytest.raises(StoreFullError):
-                store.reserve(100_001)
+            nbytes = store.nbytes
+            store.reserve_scratch(400_000)
+            assert store.scratch_nbytes == 400_000
+            assert store.nbytes == nbytes + 400_000
             with pytest.raises(StoreFullError):
                 store.reserve_scratch(100_001)
+            pages, entries = make_pages(SPEC, 100), make_entries(SPEC, 100, parent=None)
             with pytest.raises(StoreFullError):
-                store.write(0, ENTRIES, PAGES)
-            store.scratch_nbytes = 0
-            store.write(0, ENTRIES, PAGES)
+                store.write(0, entries, pages)
+            assert store.num_pages == 0
+
+    def test_room_is_made_for_scratch(self, path: Path, short_segments: None) -> None:
+        pages, entries = make_pages(SPEC, 100), make_entries(SPEC, 100, parent=None)
+        with PageStore.open(path, SPEC, max_nbytes=500_000) as store:
+            for at in range(0, 100, 4):
+                rows = store.write(0, entries[at : at + 4], pages[at : at + 4])
+            with pytest.raises(StoreFullError):
+                store.reserve_scratch(400_000)
+            store.make_room(400_000)
+            store.reserve_scratch(400_000)
+            assert store.nbytes <= 500_000
+            assert store.num_pages < 60
+            assert same_bits(read(store, rows), pages[-4:])
+            store.check_invariants()
 
     def test_scratch_of_an_earlier_writer_is_removed(self, path: Path) -> None:
         with PageStore.open(path, SPEC) as store:
@@ -760,6 +967,11 @@ class TestClosing:
         lambda s: s.scratch_dir,
         lambda s: setattr(s, "scratch_nbytes", 1),
         lambda s: s.check_invariants(),
+        lambda s: s.find_rows([make_key(1)]),
+        lambda s: s.refresh(),
+        lambda s: s.make_room(1),
+        lambda s: s.collect(1),
+        lambda s: s.touch([StoreRow(0, 0, 0)]),
     )
 
     @pytest.mark.parametrize("mode", ["a", "r"])
@@ -799,6 +1011,38 @@ class TestClosing:
         writer.join()
         with PageStore.open(path, mode="r") as reader:
             assert same_bits(read(reader, rows), PAGES)
+
+    @pytest.mark.xfail(strict=True, reason="open files and threads outlive a store that is dropped")
+    def test_a_store_that_is_dropped_leaves_no_file_and_no_thread(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        threads = threading.active_count()
+        store = PageStore.open(path, SPEC)
+        read(store, store.write(0, ENTRIES, PAGES))
+        del store
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            gc.collect()
+            time.sleep(0.02)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert threading.active_count() == threads
+
+    def test_a_closed_store_leaves_no_file_and_no_thread(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        threads = set(threading.enumerate())
+        with PageStore.open(path, SPEC) as store:
+            read(store, store.write(0, ENTRIES, PAGES))
+            mine = set(threading.enumerate()) - threads
+            assert mine
+        for thread in mine:
+            thread.join(30)
+            assert not thread.is_alive()
+        assert len(os.listdir("/proc/self/fd")) == descriptors
 
     def test_a_store_tells_what_it_is(self, store: PageStore, path: Path) -> None:
         store.write(0, ENTRIES, PAGES)

@@ -14,7 +14,7 @@ from zarr.core.dtype import data_type_registry
 from zarr.core.dtype.common import DataTypeValidationError
 from zarr.registry import get_codec_class
 
-from pagedkv.codec import Int8
+from pagedkv.codec import Codec, Int8, Lossless, Raw
 from pagedkv.zarr_plugin import BFloat16, Int8ZarrCodec, register
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -135,6 +135,35 @@ class TestInt8:
             array[:] = 1
 
 
+class TestLossless:
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_zarr_writes_and_reads_what_the_codec_does(self, tmp_path: Path, dtype: str) -> None:
+        spec = make_spec(dtype=dtype, page_tokens=16, head_dim=64)
+        layer = make_pages(spec, 1)[0][0]
+        codec = Lossless()
+        array = zarr.create_array(
+            tmp_path / "a.zarr",
+            shape=spec.layer_shape,
+            chunks=spec.layer_shape,
+            dtype=spec.np_dtype,
+            serializer=codec.zarr_codec(spec),
+            compressors=codec.zarr_compressors(spec),
+            fill_value=0,
+        )
+        array[:] = layer
+        (chunk,) = (p for p in (tmp_path / "a.zarr" / "c").rglob("*") if p.is_file())
+        theirs = np.frombuffer(chunk.read_bytes(), np.uint8)
+        out = np.empty_like(layer)
+        codec.decode(spec, theirs, out)
+        assert same_bits([out], [layer])
+        chunk.write_bytes(codec.encode_layer(spec, layer).tobytes())
+        assert same_bits([zarr.open_array(tmp_path / "a.zarr", mode="r")[:]], [layer])
+
+    @pytest.mark.parametrize("codec", [Raw(), Int8()], ids=str)
+    def test_other_codecs_have_nothing_between_array_and_checksum(self, codec: Codec) -> None:
+        assert codec.zarr_compressors(make_spec()) == []
+
+
 class TestInstalled:
     """As zarr-python meets the package: through the entry points that pyproject.toml declares."""
 
@@ -143,7 +172,7 @@ class TestInstalled:
         """A folder on the path that announces the entry points, as an installation does."""
         project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
         lines = []
-        for group in ("zarr.codecs", "zarr.data_type"):
+        for group in ("zarr.codecs", "zarr.data_type", "numcodecs.codecs"):
             entries = project["entry-points"][group].items()
             lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries)]
         info = tmp_path / "site" / "pagedkv-0.dist-info"
@@ -163,6 +192,20 @@ assert get_codec_class("pagedkv.int8").__module__ == "pagedkv.zarr_plugin"
 from pagedkv.zarr_plugin import Int8ZarrCodec, register
 register()
 assert get_codec_class("pagedkv.int8") is Int8ZarrCodec
+""",
+            site,
+        )
+
+    def test_numcodecs_finds_its_codec_too(self, site: Path) -> None:
+        run_python(
+            """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numcodecs
+config = {"id": "pagedkv.int8", "shape": [1, 1, 1, 3], "dtype": "float32"}
+codec = numcodecs.get_codec(config)
+assert type(codec).__module__ == "pagedkv.numcodecs_plugin"
+assert "zarr" not in sys.modules
 """,
             site,
         )

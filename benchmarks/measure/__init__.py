@@ -1,0 +1,1 @@
+"""What the benchmarks of this folder share: pages, peers, rounds and tables."""

@@ -1,0 +1,72 @@
+"""Which stores this process has open: one writer a store, and none that a fork would share."""
+
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+from pagedkv.errors import StoreLockedError
+from pagedkv.lane_lock import LaneLock, holder_of
+
+
+class OpenStore(Protocol):
+    """What is known of an open store here."""
+
+    path: Path
+
+    @property
+    def lane_lock(self) -> LaneLock | None:
+        """The lane that it writes; None if it only reads."""
+
+    def abandon(self) -> None:
+        """In a forked child: leave everything to the parent."""
+
+
+_open_stores: "weakref.WeakSet[OpenStore]" = weakref.WeakSet()
+opening = threading.RLock()
+"""Held while a store is opened for writing, and across a fork."""
+
+
+def add(store: OpenStore) -> None:
+    """Note that a store is open."""
+    _open_stores.add(store)
+
+
+def discard(store: OpenStore) -> None:
+    """Note that a store is closed."""
+    _open_stores.discard(store)
+
+
+def require_no_writer(path: Path) -> None:
+    """Raise ``StoreLockedError``, naming the holder, if this process writes the store already."""
+    for store in list(_open_stores):
+        lock = store.lane_lock
+        if lock is not None and _is_same(store.path, path):
+            raise StoreLockedError(
+                f"{path} is already open for writing in this process"
+                f" ({holder_of(lock.path)}, lane {lock.lane}): share that PageStore, or close it"
+                " first"
+            )
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except FileNotFoundError:  # the folder of an open store was removed
+        return False
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_open_stores):
+        store.abandon()
+    _open_stores.clear()
+    opening.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=opening.acquire,
+        after_in_parent=opening.release,
+        after_in_child=_after_fork_in_child,
+    )

@@ -1,0 +1,236 @@
+"""``PageReader``: pages of segment files, verified, straight into the caller's memory.
+
+What lies in the page cache is read and decoded by the caller's own thread. What does not goes to
+disk threads: several requests in flight, decoding beside reading, and a deadline.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv import files
+from pagedkv.disk_threads import DiskThreads, Job
+from pagedkv.files import Bytes
+from pagedkv.format import LayerCrcs
+from pagedkv.lane import Segment
+from pagedkv.memory import Numbers, PageArrays, PageMemory
+from pagedkv.segment import PIECE_NBYTES, SMALL_NBYTES, Piece, SegmentFormat, transfer_buffer
+from pagedkv.segment_files import SegmentFiles
+from pagedkv.segment_map import SegmentMap
+
+Array = npt.NDArray[Any]
+
+_BLOCK_NBYTES = 4096
+"""Reads past the page cache begin and end at multiples of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SegmentRead:
+    """Pages, or one layer of each, that are wanted from one segment.
+
+    Args:
+        form: The format of the segment's file.
+        segment: The segment.
+        segment_map: Where its pages are.
+        rows: Which of them, ascending.
+        numbers: For each its number among the caller's pages.
+        layer: Which layer; None for whole pages.
+    """
+
+    form: SegmentFormat
+    segment: Segment
+    segment_map: SegmentMap
+    rows: Numbers
+    numbers: Numbers
+    layer: int | None
+
+
+class PageReader:
+    """Reads pages from the segment files of a store. Thread-safe.
+
+    Args:
+        num_threads: Requests to the disk that are in flight at once.
+        direct: Read past the page cache where the file system can: for stores much larger than
+            memory, read once in a while.
+    """
+
+    def __init__(self, *, num_threads: int, direct: bool) -> None:
+        self._files = SegmentFiles(direct=direct)
+        self._threads = DiskThreads(num_threads)
+        self._direct = direct
+
+    @property
+    def num_hung(self) -> int:
+        """Disk threads whose read did not end in time and has not ended yet."""
+        return self._threads.num_hung
+
+    def read(
+        self, wanted: Iterable[SegmentRead], pages: PageArrays, deadline: float | None
+    ) -> list[int]:
+        """Read and verify.
+
+        Args:
+            wanted: What to read.
+            pages: Where to. Never written to after this has returned or raised.
+            deadline: Seconds from now after which to give up.
+
+        Returns:
+            Numbers of the pages that are damaged or gone; what their memory holds is undefined.
+
+        Raises:
+            StoreError: The system could not read; the file is named.
+            StoreTimeoutError: The disk did not answer in time.
+        """
+        expires = None if deadline is None else time.monotonic() + deadline
+        damaged: set[int] = set()
+        jobs: list[Job] = []
+        try:
+            for one in wanted:
+                for extent in one.form.plan(one.segment_map, one.rows, one.layer):
+                    rest = (
+                        extent if self._direct else self._read_cached(one, extent, pages, damaged)
+                    )
+                    if rest:
+                        job = self._job(one, rest, pages, damaged)
+                        self._threads.start([job])
+                        jobs.append(job)
+            self._threads.wait(jobs, expires)
+        except BaseException:
+            self._threads.call_off(jobs)
+            raise
+        return sorted(damaged)
+
+    def read_one(
+        self,
+        form: SegmentFormat,
+        segment: Segment,
+        crcs: LayerCrcs,
+        row: int,
+        layer: int | None,
+        out: Array,
+    ) -> bool | None:
+        """Read one page, or one layer of it, that lies in the page cache.
+
+        Args:
+            form: The format of the segment's file, in which all chunks have one size.
+            segment: The segment.
+            crcs: CRC32C of each layer of its pages, ``(row, layer)``.
+            row: Which page.
+            layer: Which layer; None for all.
+            out: Where to; its blocks are contiguous.
+
+        Returns:
+            Whether it is good; None if it is not in the page cache, or not to be had so.
+        """
+        if self._direct:
+            return None
+        try:
+            file = self._files.take(segment, segment.path)
+            try:
+                return self._read_layers(file.fd, form, crcs, row, layer, out)
+            finally:
+                self._files.give_back(file)
+        except OSError:  # ``read`` says what it is
+            return None
+
+    def _read_layers(
+        self,
+        fd: int,
+        form: SegmentFormat,
+        crcs: LayerCrcs,
+        row: int,
+        layer: int | None,
+        out: Array,
+    ) -> bool | None:
+        chunk_nbytes = form.geometry.chunk_nbytes
+        first, stop = (0, form.geometry.num_layers) if layer is None else (layer, layer + 1)
+        start = row * form.geometry.page_nbytes
+        if stop - first == 1 and chunk_nbytes <= SMALL_NBYTES:
+            stored = transfer_buffer(chunk_nbytes)
+            if files.pread_now(fd, stored, start + first * chunk_nbytes) < chunk_nbytes:
+                return None
+            return form.decode_small(stored, int(crcs[row, first]), out)
+        at_once = max(1, PIECE_NBYTES // chunk_nbytes)
+        address = out.ctypes.data
+        layer_stride, kind_stride = out.strides[0], out.strides[-4]
+        for begin in range(first, stop, at_once):
+            end = min(begin + at_once, stop)
+            stored = transfer_buffer((end - begin) * chunk_nbytes)
+            if files.pread_now(fd, stored, start + begin * chunk_nbytes) < len(stored):
+                return None
+            place = np.array([address + (begin - first) * layer_stride])
+            memory = PageMemory(place, layer_stride, kind_stride)
+            if not form.decode_layers(stored, crcs[row : row + 1, begin:end], memory):
+                return False
+        return True
+
+    def forget(self, segment: Segment) -> None:
+        """Close the file of a segment that is gone."""
+        self._files.forget(segment)
+
+    def close(self) -> None:
+        """Close all files and let the threads end."""
+        self._files.close()
+        self._threads.close()
+
+    def _read_cached(
+        self, one: SegmentRead, extent: list[Piece], pages: PageArrays, damaged: set[int]
+    ) -> list[Piece]:
+        """Read what is in the page cache; the pieces that are not."""
+        with files.translated(one.segment.path, "read"):
+            try:
+                with self._files.reading(one.segment, one.segment.path) as fd:
+                    for number, piece in enumerate(extent):
+                        stored = transfer_buffer(piece.nbytes)
+                        if files.pread_now(fd, stored, piece.offset) < piece.nbytes:
+                            return extent[number:]
+                        _decode(one, piece, stored, pages, damaged)
+            except OSError as error:
+                if not files.is_vanished(error):
+                    raise
+                damaged.update(one.numbers.tolist())
+        return []
+
+    def _job(
+        self, one: SegmentRead, extent: list[Piece], pages: PageArrays, damaged: set[int]
+    ) -> Job:
+        """A job for a disk thread that reads and decodes these pieces."""
+        offset, end = extent[0].offset, extent[-1].offset + extent[-1].nbytes
+        start = offset
+        if self._direct:
+            start -= offset % _BLOCK_NBYTES
+            end = -(-end // _BLOCK_NBYTES) * _BLOCK_NBYTES
+
+        def fetch(memory: Bytes) -> int:
+            with files.translated(one.segment.path, "read"):
+                try:
+                    with self._files.reading(one.segment, one.segment.path) as fd:
+                        return files.pread_into(fd, memory[: end - start], start)
+                except OSError as error:
+                    if not files.is_vanished(error):
+                        raise
+                    return 0
+
+        def use(memory: Bytes, num_read: int) -> None:
+            for piece in extent:
+                at = piece.offset - start
+                _decode(one, piece, memory[at : min(at + piece.nbytes, num_read)], pages, damaged)
+
+        return Job(fetch, use, end - start, one.segment.path)
+
+
+def _decode(
+    one: SegmentRead, piece: Piece, stored: Bytes, pages: PageArrays, damaged: set[int]
+) -> None:
+    """Decode a piece, of which perhaps only the beginning was read; note the damaged pages."""
+    if len(stored) < piece.nbytes:  # the file ends too early
+        padded = np.zeros(piece.nbytes, np.uint8)
+        padded[: len(stored)] = stored
+        stored = padded
+    good = one.form.decode(stored, piece, one.segment_map, one.rows, pages, one.numbers, one.layer)
+    if not good.all():
+        damaged.update(one.numbers[piece.pages][~good].tolist())

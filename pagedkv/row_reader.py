@@ -1,0 +1,237 @@
+"""``RowReader``: pages of a store by their rows."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv import files
+from pagedkv.contents import Contents, Place
+from pagedkv.errors import CorruptPageError, PageNotFoundError
+from pagedkv.format import (
+    GROUP_BITS,
+    ROW_BITS,
+    PackedRows,
+    StoreRow,
+    pack_row,
+    unpack_row,
+)
+from pagedkv.lane import Segment
+from pagedkv.memory import Numbers, PageArrays
+from pagedkv.page_reader import PageReader, SegmentRead
+
+logger = logging.getLogger("pagedkv")
+
+Array = npt.NDArray[Any]
+
+
+class RowReader:
+    """Finds the segments of rows and reads them. Thread-safe.
+
+    Args:
+        contents: What the store holds.
+        reader: Reads from segment files.
+
+    Attributes:
+        num_damaged_pages: Pages that were found damaged or gone.
+    """
+
+    def __init__(self, contents: Contents, reader: PageReader) -> None:
+        self._contents = contents
+        self._reader = reader
+        self.num_damaged_pages = 0
+
+    def read(
+        self,
+        rows: Sequence[StoreRow] | PackedRows,
+        layer: int | None,
+        out: Sequence[Array] | Array,
+        at: Numbers | None,
+        deadline: float | None,
+    ) -> None:
+        """Read pages, or one layer of each, as ``PageStore.read`` says."""
+        if len(rows) == 1 and self._read_one(rows, layer, out, at):
+            return
+        if isinstance(rows, np.ndarray):
+            packed = rows
+        else:
+            packed = np.array([pack_row(row) for row in rows], dtype=np.int64)
+        if not len(packed):
+            return
+        groups = packed >> ROW_BITS & (1 << GROUP_BITS) - 1
+        number = int(groups[0])
+        if (groups != number).any():
+            if isinstance(out, np.ndarray):
+                raise ValueError("the rows are of several specs: give one array for each page")
+            self._read_groups(packed, groups, layer, out, deadline)
+            return
+        if number >= len(self._contents.formats):
+            raise self._not_found(unpack_row(int(packed[0])))
+        spec = self._contents.formats[number].spec
+        if layer is not None and not 0 <= layer < spec.held_layers:
+            raise ValueError(f"layer is {layer}: the spec holds {spec.held_layers} layers")
+        shape: tuple[int, ...] = spec.page_shape if layer is None else spec.layer_shape
+        if isinstance(out, np.ndarray) and at is None and len(out) > len(packed):
+            out = out[: len(packed)]
+        pages = PageArrays(out, at, shape, spec.np_dtype, "an out array")
+        if pages.count != len(packed):
+            raise ValueError(f"{len(packed)} rows for {pages.count} arrays")
+        if not pages.is_writable:
+            raise ValueError("an out array is read-only")
+        lost: list[int] = []
+        wanted = self._wanted(number, packed, layer, lost)
+        lost += self._reader.read(wanted, pages, deadline)
+        pages.deliver()
+        if lost:
+            self._lose(packed, sorted(lost))
+
+    def _read_one(
+        self,
+        rows: Sequence[StoreRow] | PackedRows,
+        layer: int | None,
+        out: Sequence[Array] | Array,
+        at: Numbers | None,
+    ) -> bool:
+        """Read one page from the page cache with little ado; False if that is for ``read`` to do.
+
+        What ``read`` does for many pages at once in numpy costs more here than the reading.
+        """
+        packed = int(rows[0]) if isinstance(rows, np.ndarray) else pack_row(rows[0])
+        lane, number = packed >> ROW_BITS + GROUP_BITS, packed >> ROW_BITS & (1 << GROUP_BITS) - 1
+        if number >= len(self._contents.formats) or not _is_one(out, at):
+            return False
+        form = self._contents.formats[number]
+        array = out[0 if at is None else int(at[0])]
+        shape = form.page_shape if layer is None else form.layer_shape
+        flags = array.flags
+        if array.shape != shape or array.dtype != form.dtype or not flags.writeable:
+            return False
+        if array.strides[-3:] != form.block_strides or not flags.aligned:
+            return False
+        if not form.geometry.fixed_size or not 0 <= (layer or 0) < form.geometry.num_layers:
+            return False
+        group = self._contents.groups.get((lane, number))
+        found = None if group is None else group.locate(packed & (1 << ROW_BITS) - 1)
+        if found is None:
+            return False
+        segment, row = found
+        segment_map = self._contents.kept_map((lane, number, segment.number))
+        if segment_map is None:
+            return False
+        is_good = self._reader.read_one(form, segment, segment_map.crcs, row, layer, array)
+        if is_good is None:
+            return False
+        segment.used_at[row] = self._contents.tick()
+        if not is_good:
+            self._lose(np.array([packed]), [0])
+        return True
+
+    def _read_groups(
+        self,
+        packed: PackedRows,
+        groups: Numbers,
+        layer: int | None,
+        out: Sequence[Array],
+        deadline: float | None,
+    ) -> None:
+        """Read pages of several specs, one spec after the other."""
+        if len(packed) != len(out):
+            raise ValueError(f"{len(packed)} rows for {len(out)} arrays")
+        errors: list[CorruptPageError] = []
+        positions: list[int] = []
+        for number in np.unique(groups).tolist():
+            chosen = np.flatnonzero(groups == number)
+            try:
+                self.read(packed[chosen], layer, [out[n] for n in chosen.tolist()], None, deadline)
+            except CorruptPageError as error:
+                errors.append(error)
+                positions += chosen[list(error.positions)].tolist()
+        if errors:
+            keys = tuple(key for error in errors for key in error.keys)
+            raise CorruptPageError(str(errors[0]), keys, tuple(positions)) from errors[0]
+
+    def _wanted(
+        self, number: int, packed: PackedRows, layer: int | None, lost: list[int]
+    ) -> Iterator[SegmentRead]:
+        """What to read from each segment; positions of pages that cannot be go to ``lost``."""
+        order = np.argsort(packed, kind="stable") if len(packed) > 1 else np.zeros(1, np.int64)
+        lanes = packed[order] >> ROW_BITS + GROUP_BITS
+        rows = packed[order] & (1 << ROW_BITS) - 1
+        segment_rows = self._contents.rows_of(number)
+        segments = rows // segment_rows
+        is_new = (segments[1:] != segments[:-1]) | (lanes[1:] != lanes[:-1])
+        cuts = [0, *(np.flatnonzero(is_new) + 1).tolist(), len(order)]
+        used_at = self._contents.tick()
+        for begin, end in pairwise(cuts):
+            place = (int(lanes[begin]), number, int(segments[begin]))
+            local, numbers = rows[begin:end] - place[2] * segment_rows, order[begin:end]
+            segment = self._segment(place, local)
+            try:
+                if segment is None:
+                    raise ValueError("it is gone")
+                segment_map = self._contents.map_of(place, segment)
+            except (ValueError, OSError) as error:
+                if isinstance(error, OSError) and not files.is_vanished(error):
+                    files.raise_translated(error, self._contents.path_of(place), "read")
+                lost += numbers.tolist()
+                continue
+            segment.used_at[local] = used_at
+            yield SegmentRead(
+                form=self._contents.formats[number],
+                segment=segment,
+                segment_map=segment_map,
+                rows=local,
+                numbers=numbers,
+                layer=layer,
+            )
+
+    def _segment(self, place: Place, rows: Numbers) -> Segment | None:
+        """The segment, which holds these rows; None if it was given up.
+
+        Raises:
+            PageNotFoundError: One of the rows never held a page.
+        """
+        lane, number, segment_number = place
+        group = self._contents.groups.get((lane, number))
+        segment = None if group is None else group.segments.get(segment_number)
+        if segment is not None:
+            highest = int(rows[-1])
+            if highest < len(segment.keys) and segment.keys[highest] is not None:
+                return segment
+        elif group is not None and segment_number < group.next_segment:
+            return None
+        first = segment_number * self._contents.rows_of(number)
+        raise self._not_found(StoreRow(lane, number, first + int(rows[-1])))
+
+    def _not_found(self, row: StoreRow) -> PageNotFoundError:
+        return PageNotFoundError(f"the store {self._contents.root} has no page in {row}")
+
+    def _lose(self, packed: PackedRows, positions: Sequence[int]) -> NoReturn:
+        """Forget damaged pages, each in favour of its next copy if there is one, and raise."""
+        keys = []
+        rows = [unpack_row(int(packed[position])) for position in positions]
+        with self._contents.lock:
+            for row in rows:
+                found = self._contents.groups[row.lane, row.group].locate(row.row)
+                key = None if found is None else found[0].keys[found[1]]
+                if key is not None:  # else its segment was given up
+                    keys.append(key)
+                    lost = self._contents.indexes[row.group].remove(key, row)
+                    self.num_damaged_pages += lost
+        first = keys[0].hex() if keys else "(its segment was given up)"
+        message = (
+            f"{len(rows)} pages of {self._contents.root} are damaged or gone, the first {first} in"
+            f" {rows[0]}: compute them again"
+        )
+        logger.warning("%s", message)
+        raise CorruptPageError(message, tuple(keys), tuple(positions))
+
+
+def _is_one(out: Sequence[Array] | Array, at: Numbers | None) -> bool:
+    """Whether ``out`` and ``at`` name one array, beyond doubt."""
+    if isinstance(out, np.ndarray) and at is not None:
+        return len(at) == 1 and 0 <= int(at[0]) < len(out)
+    return at is None and len(out) == 1

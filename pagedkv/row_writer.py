@@ -1,0 +1,118 @@
+"""``RowWriter``: pages on their way into a store, and room for them."""
+
+import threading
+from collections.abc import Collection
+
+from pagedkv import files
+from pagedkv.contents import Contents
+from pagedkv.evictions import EvictionReason
+from pagedkv.lane import SegmentSource
+from pagedkv.page_reader import PageReader
+from pagedkv.reclaim import CollectReport, Keep, Reclaimer
+from pagedkv.space import Space
+from pagedkv.spec import PageKey
+
+
+class RowWriter:
+    """Writes segments into the own lane, and gives up old ones if the bound says so. Thread-safe.
+
+    Args:
+        contents: What the store holds.
+        space: What it takes.
+        reader: Has the segments' files open.
+        lane: The own lane.
+    """
+
+    def __init__(self, contents: Contents, space: Space, reader: PageReader, lane: int) -> None:
+        self._contents = contents
+        self._space = space
+        self._lane = lane
+        self._reclaimer = Reclaimer(contents, space, reader, lane, self._commit)
+        self._reclaiming = threading.Lock()
+        self._protected: Keep = _none
+
+    def write(self, number: int, source: SegmentSource, keep: Keep | None) -> None:
+        """Write pages of a spec durably, and make them known.
+
+        Raises:
+            StoreFullError: There is no room, and none can be made.
+            OSError: The system could not write.
+            ValueError: The codec cannot represent a number.
+        """
+        self.make_room(self._write_nbytes(number, source), keep)
+        self._commit(number, source)
+
+    def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
+        """Give up old pages, if need be, so that ``nbytes`` have room and some is left.
+
+        Some room is kept for pages that are moved when a segment is given up.
+        """
+        bound = self._space.max_nbytes
+        if bound is None or self._has_room(nbytes):
+            return
+        with self._reclaiming:
+            if nbytes <= bound and not self._has_room(nbytes):
+                # More than is needed now: to choose what leaves is dear.
+                ahead = bound // 32
+                self._reclaimer.collect(
+                    lambda: self._has_room(nbytes + ahead),
+                    EvictionReason.CAPACITY,
+                    self._with_protected(keep),
+                )
+
+    def collect(self, max_nbytes: int, keep: Keep | None = None) -> CollectReport:
+        """Give up old pages until the store takes no more than ``max_nbytes``."""
+        with self._reclaiming:
+            return self._reclaimer.collect(
+                lambda: self._space.nbytes <= max_nbytes,
+                EvictionReason.GC,
+                self._with_protected(keep),
+            )
+
+    def protect(self, keep: Keep) -> None:
+        """Never give up what ``keep`` names, whoever asks for room."""
+        self._protected = keep
+
+    def _with_protected(self, keep: Keep | None) -> Keep:
+        protected = self._protected
+        return protected if keep is None else lambda: {*keep(), *protected()}
+
+    def _write_nbytes(self, number: int, source: SegmentSource) -> int:
+        """How much writing these pages puts on the disk at most."""
+        group = self._contents.groups[self._lane, number]
+        num_segments = -(-len(source.keys) // group.geometry.rows)
+        growth_nbytes = group.growth_nbytes(group.next_segment + num_segments)
+        return group.geometry.write_nbytes(len(source.keys)) + growth_nbytes
+
+    def _has_room(self, nbytes: int) -> bool:
+        room, bound = self._space.room(), self._space.max_nbytes
+        if room is None or bound is None:
+            return True
+        return room >= nbytes + max(0, bound - self._space.scratch_nbytes) // 16
+
+    def _commit(self, number: int, source: SegmentSource) -> None:
+        """Write pages into new segments of the own lane, and make them known."""
+        group = self._contents.groups[self._lane, number]
+        nbytes = self._write_nbytes(number, source)
+        with self._contents.lock:
+            first = group.next_segment
+            group.next_segment += -(-len(source.keys) // group.geometry.rows)
+            used_at = self._contents.tick()
+        self._space.reserve(nbytes)
+        written = 0
+        try:
+            with files.translated(group.path, "write pages to"):
+                written += group.grow(group.next_segment)
+                made = group.commit(first, source)
+            with self._contents.lock:
+                for segment, segment_map in made:
+                    segment.used_at[:] = used_at
+                    place = (self._lane, number, segment.number)
+                    self._contents.publish(place, segment, segment_map)
+                    written += group.nbytes_of(segment_map)
+        finally:
+            self._space.release(nbytes, written=written)
+
+
+def _none() -> Collection[tuple[int, PageKey]]:
+    return ()

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pagedkv import disk_threads as module
-from pagedkv.disk_threads import DiskThreads, Job, aligned
+from pagedkv.disk_threads import DiskThreads, Job
 from pagedkv.errors import ClosedError, StoreTimeoutError
 from pagedkv.files import Bytes
+from pagedkv.memory import aligned
 
 SOON = 0.02
 
@@ -38,7 +39,7 @@ class Disk:
             assert memory[0] == num_read
             self.used.append(num_read)
 
-        return Job(fetch, use, nbytes)
+        return Job(fetch, use, nbytes, "a file")
 
     def hung(self, count: int) -> list[Job]:
         return [self.job(number, hangs=True) for number in range(count)]
@@ -140,7 +141,7 @@ def test_memory_is_aligned_and_large_enough(threads: DiskThreads) -> None:
         return 0
 
     for nbytes in (1, 5000, 2**20 + 1):
-        job = Job(fetch, lambda memory, num_read: None, nbytes)
+        job = Job(fetch, lambda memory, num_read: None, nbytes, "a file")
         threads.start([job])
         threads.wait([job], None)
         size, rest = sizes[-1]
@@ -175,7 +176,7 @@ def test_no_error_ends_a_thread(threads: DiskThreads, error: type[BaseException]
         raise error
 
     for _ in range(5):
-        job = Job(fail, lambda memory, num_read: None, 1)
+        job = Job(fail, lambda memory, num_read: None, 1, "a file")
         threads.start([job])
         with pytest.raises(error):
             threads.wait([job], None)
@@ -225,7 +226,7 @@ def test_a_job_that_is_past_the_disk_at_the_deadline_is_waited_for(threads: Disk
         go_on.wait()
         used.append(num_read)
 
-    job = Job(lambda memory: 7, use, 1)
+    job = Job(lambda memory: 7, use, 1, "a file")
     threads.start([job])
     decoding.wait()
     waiter = threading.Thread(target=threads.wait, args=([job], time.monotonic() - 1))
@@ -251,9 +252,6 @@ def test_threads_are_replaced_while_others_hang(threads: DiskThreads, disk: Disk
     assert sorted(disk.used) == list(range(10, 20))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="no thread is started for what is queued when others are found to hang"
-)
 def test_what_is_queued_when_others_are_found_to_hang_is_read(disk: Disk) -> None:
     threads = DiskThreads(1)
     hung, other = disk.hung(1), disk.job(9)
@@ -336,7 +334,7 @@ def test_calling_off_waits_for_a_job_that_is_past_the_disk(threads: DiskThreads)
         go_on.wait()
         used.append(num_read)
 
-    job = Job(lambda memory: 7, use, 1)
+    job = Job(lambda memory: 7, use, 1, "a file")
     threads.start([job])
     decoding.wait()
     caller = threading.Thread(target=threads.call_off, args=([job],))
@@ -373,7 +371,6 @@ def test_closing_does_not_wait_for_a_read_that_hangs(disk: Disk) -> None:
     give_up(threads, jobs)
 
 
-@pytest.mark.xfail(strict=True, reason="a thread that could not be started counts for ever")
 def test_a_thread_that_cannot_be_started_leaves_no_trace(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,11 +389,10 @@ def test_a_thread_that_cannot_be_started_leaves_no_trace(
     assert disk.used == [2]  # who started the first has given up: its memory must not change
 
 
-@pytest.mark.xfail(strict=True, reason="an idle thread keeps its last job, and its arrays")
 def test_an_idle_thread_keeps_no_memory_of_a_caller_alive(threads: DiskThreads) -> None:
     def start() -> "weakref.ref[np.ndarray]":
         pages = np.zeros(1000)
-        job = Job(lambda memory: 0, lambda memory, num_read: pages.fill(1), 1)
+        job = Job(lambda memory: 0, lambda memory, num_read: pages.fill(1), 1, "a file")
         threads.start([job])
         threads.wait([job], None)
         return weakref.ref(pages)
@@ -428,7 +424,7 @@ def test_many_callers_with_deadlines_get_their_own_answers(disk: Disk) -> None:
                 def use(memory: Bytes, num: int, place: int = place, out: object = out) -> None:
                     out[place] += num
 
-                jobs.append(Job(fetch, use, 1))
+                jobs.append(Job(fetch, use, 1, "a file"))
             threads.start(jobs)
             try:
                 threads.wait(jobs, time.monotonic() + float(rng.choice([0.001, 0.01, 10])))

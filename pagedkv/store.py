@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,6 +76,7 @@ class PageStore:
         self._header = header
         self._contents = Contents(path, header)
         self._files = PageReader(num_threads=read_threads, direct=direct)
+        weakref.finalize(self, self._files.close).atexit = False
         self._rows = RowReader(self._contents, self._files)
         self._read_deadline = read_deadline
         self._lock = threading.Lock()
@@ -152,9 +154,10 @@ class PageStore:
             return make(header, None)
         with open_stores.opening, files.translated(place, "write to the store"):
             open_stores.require_no_writer(place)
-            with files.locked(place):  # nobody measures lanes without an owner meanwhile
-                lane_lock = LaneLock.take(place)
+            lane_lock: LaneLock | None = None
             try:
+                with files.locked(place):  # nobody measures lanes without an owner meanwhile
+                    lane_lock = LaneLock.take(place)
                 root.mend(place, header)
                 lane_lock.clean()
                 if bound is not None and bound != header.max_nbytes:
@@ -163,7 +166,8 @@ class PageStore:
                 keep_tokens = store_tokens and header.store_tokens
                 return make(replace(header, store_tokens=keep_tokens), lane_lock)
             except BaseException:
-                lane_lock.release()
+                if lane_lock is not None:
+                    lane_lock.release()
                 raise
 
     @property
@@ -227,6 +231,14 @@ class PageStore:
     def scratch_nbytes(self) -> int:
         """Bytes of scratch files on disk, as the cache reports them; counted in ``nbytes``."""
         return self._space.scratch_nbytes
+
+    def protect(self, keep: Keep) -> None:
+        """Never give up the pages that ``keep`` names, group and key: a cache's live sequences.
+
+        Args:
+            keep: Called without locks whenever room must be made.
+        """
+        self._own_writer().protect(keep)
 
     def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
         """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.

@@ -79,8 +79,15 @@ def give_up(threads: DiskThreads, jobs: list[Job]) -> None:
         threads.wait(jobs, soon())
 
 
-def num_disk_threads() -> int:
-    return sum(thread.name == "pagedkv-disk" for thread in threading.enumerate())
+class NewThreads:
+    """Counts the disk threads that were not there before."""
+
+    def __init__(self) -> None:
+        self._before = set(threading.enumerate())
+
+    def count(self) -> int:
+        new = set(threading.enumerate()) - self._before
+        return sum(thread.name == "pagedkv-disk" for thread in new)
 
 
 def test_jobs_are_done_when_the_wait_ends(threads: DiskThreads, disk: Disk) -> None:
@@ -119,18 +126,18 @@ def test_a_deadline_that_is_over_does_not_spoil_what_is_done(
 
 
 def test_no_more_threads_run_than_were_asked_for(disk: Disk) -> None:
-    before = num_disk_threads()
+    new = NewThreads()
     threads = DiskThreads(3)
     jobs = disk.hung(10)
     for job in jobs:
         threads.start([job])
     disk.wait_until_asked(3)
-    assert num_disk_threads() == before + 3
+    assert new.count() == 3
     assert len(disk.asked) == 3
     disk.answers.set()
     threads.wait(jobs, None)
     threads.close()
-    wait_until(lambda: num_disk_threads() == before)
+    wait_until(lambda: new.count() == 0)
 
 
 def test_memory_is_aligned_and_large_enough(threads: DiskThreads) -> None:
@@ -159,7 +166,7 @@ def test_the_first_error_is_raised_when_all_jobs_are_done(
 
     fetch = fail if where == "fetch" else lambda memory: 0
     use = fail if where == "use" else lambda memory, num_read: None
-    jobs = [disk.job(1), Job(fetch, use, 1), disk.job(2), disk.job(3)]
+    jobs = [disk.job(1), Job(fetch, use, 1, "a file"), disk.job(2), disk.job(3)]
     threads.start(jobs)
     with pytest.raises(OSError, match="broken"):
         threads.wait(jobs, None)
@@ -265,7 +272,7 @@ def test_what_is_queued_when_others_are_found_to_hang_is_read(disk: Disk) -> Non
 
 
 def test_surplus_threads_end_when_those_that_hung_are_let_go(disk: Disk) -> None:
-    before = num_disk_threads()
+    new = NewThreads()
     threads = DiskThreads(1)
     jobs = disk.hung(1)
     threads.start(jobs)
@@ -274,20 +281,20 @@ def test_surplus_threads_end_when_those_that_hung_are_let_go(disk: Disk) -> None
     more = [disk.job(1)]
     threads.start(more)
     threads.wait(more, None)
-    assert num_disk_threads() == before + 2
+    assert new.count() == 2
     disk.answers.set()
     wait_until(lambda: threads.num_hung == 0)
     for number in range(20):
         more = [disk.job(number)]
         threads.start(more)
         threads.wait(more, None)
-    wait_until(lambda: num_disk_threads() == before + 1)
+    wait_until(lambda: new.count() == 1)
     threads.close()
 
 
 def test_no_more_threads_hang_than_so_many(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HUNG", 3)
-    before = num_disk_threads()
+    new = NewThreads()
     threads = DiskThreads(2)
     for number in range(1, 4):
         jobs = disk.hung(1)
@@ -298,7 +305,7 @@ def test_no_more_threads_hang_than_so_many(disk: Disk, monkeypatch: pytest.Monke
     late = disk.job(5)
     with pytest.raises(StoreTimeoutError, match="3 reads hang in the system already"):
         threads.start([late])
-    assert num_disk_threads() <= before + 3 + 2
+    assert new.count() <= 3 + 2
     disk.answers.set()
     wait_until(lambda: threads.num_hung == 0)
     threads.start([late])
@@ -347,7 +354,7 @@ def test_calling_off_waits_for_a_job_that_is_past_the_disk(threads: DiskThreads)
 
 
 def test_jobs_that_are_queued_when_it_is_closed_are_done(disk: Disk) -> None:
-    before = num_disk_threads()
+    new = NewThreads()
     threads = DiskThreads(1)
     jobs = [disk.job(0, hangs=True), *(disk.job(number) for number in range(1, 5))]
     threads.start(jobs)
@@ -358,7 +365,7 @@ def test_jobs_that_are_queued_when_it_is_closed_are_done(disk: Disk) -> None:
     disk.answers.set()
     threads.wait(jobs, None)
     assert disk.used == list(range(5))
-    wait_until(lambda: num_disk_threads() == before)
+    wait_until(lambda: new.count() == 0)
     threads.close()
 
 

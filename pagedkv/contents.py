@@ -60,6 +60,7 @@ class Contents:
         ]
         self._maps: OrderedDict[Place, SegmentMap] = OrderedDict()
         self._maps_nbytes = 0
+        self._withdrawn: dict[Place, list[int]] = {}
         self._parents: dict[Place, tuple[bytes, npt.NDArray[np.bool_]]] = {}
         self._generations: dict[tuple[int, int], int] = {}
         self._root_changed_ns = -1
@@ -122,21 +123,28 @@ class Contents:
         lane, number, segment_number = place
         group = self.groups[lane, number]
         first = segment_number * group.geometry.rows
-        for row, key in enumerate(group.segments[segment_number].keys):
-            if key is not None:
-                self.indexes[number].remove(key, StoreRow(lane, number, first + row))
+        self._withdrawn[place] = [
+            row
+            for row, key in enumerate(group.segments[segment_number].keys)
+            if key is not None
+            and self.indexes[number].remove(key, StoreRow(lane, number, first + row))
+        ]
 
     def restore(self, place: Place) -> None:
-        """Put the pages of a withdrawn segment into the index again."""
+        """Put what ``withdraw`` took out of the index back into it."""
         lane, number, segment_number = place
         group = self.groups[lane, number]
-        first = StoreRow(lane, number, segment_number * group.geometry.rows)
-        self.indexes[number].add_many(group.segments[segment_number].keys, first)
+        first = segment_number * group.geometry.rows
+        for row in self._withdrawn.pop(place):
+            key = group.segments[segment_number].keys[row]
+            assert key is not None
+            self.indexes[number].add(key, StoreRow(lane, number, first + row))
 
     def drop(self, place: Place) -> None:
         """Forget a segment that is gone."""
         lane, number, segment_number = place
         self.withdraw(place)
+        del self._withdrawn[place]
         del self.groups[lane, number].segments[segment_number]
         self._parents.pop(place, None)
         dropped = self._maps.pop(place, None)
@@ -156,7 +164,8 @@ class Contents:
         lane, number, _ = place
         loaded = self.groups[lane, number].load_map(segment)
         with self.lock:
-            self._keep_map(place, loaded)
+            if self.groups[lane, number].segments.get(segment.number) is segment:
+                self._keep_map(place, loaded)
         return loaded
 
     def kept_map(self, place: Place) -> SegmentMap | None:

@@ -100,7 +100,7 @@ class PageArrays:
     def page(self, number: int) -> Array:
         """The array of one page: the staged one if there is one, else the caller's."""
         if self._staged is not None:
-            staged: Array = self._staged[self._original(number)]
+            staged: Array = self._staged[self.number_of(number)]
             return staged
         return self._given(number)
 
@@ -131,11 +131,12 @@ class PageArrays:
             for number in range(self.count):
                 self._given(number)[...] = self.page(number)
 
-    def _original(self, number: int) -> int:
+    def number_of(self, number: int) -> int:
+        """Which of the arrays that were handed in a page of a ``part`` is."""
         return number if self._chosen is None else int(self._chosen[number])
 
     def _given(self, number: int) -> Array:
-        place = self._original(number)
+        place = self.number_of(number)
         array: Array = self._arrays[place if self._at is None else int(self._at[place])]
         return array
 

@@ -6,7 +6,7 @@ what live sequences hold, is written again before they go.
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -157,12 +157,14 @@ class Reclaimer:
 
     def _candidates(self, lanes: set[int]) -> list[_Candidate]:
         """All segments of these lanes, the first to go first."""
+        orphans: list[tuple[int, PageKey]] = []
         with self._contents.lock:
             found = [
-                (place, segment, self._dead_rows(place, segment))
+                (place, segment, self._dead_rows(place, segment, orphans))
                 for place, segment in self._contents.segments()
                 if place[0] in lanes
             ]
+            self._mark_descendants(found, orphans)
         living = [segment.used_at[~dead] for _, segment, dead in found]
         used_at = np.concatenate([np.zeros(0, np.uint64), *living])
         middle = np.median(used_at) if used_at.any() else np.inf
@@ -177,8 +179,10 @@ class Reclaimer:
 
         return sorted(candidates, key=rank)
 
-    def _dead_rows(self, place: Place, segment: Segment) -> Bools:
-        """Rows whose page another row stands for, or whose parent is gone."""
+    def _dead_rows(
+        self, place: Place, segment: Segment, orphans: list[tuple[int, PageKey]]
+    ) -> Bools:
+        """Rows whose page another row stands for, or whose parent is gone: an orphan."""
         lane, number, segment_number = place
         group, index = self._contents.groups[lane, number], self._contents.indexes[number]
         first = segment_number * group.geometry.rows
@@ -188,7 +192,29 @@ class Reclaimer:
         for row, (key, parent) in enumerate(zip(segment.keys, parents, strict=True)):
             is_orphan = parent is not None and parent != root_key and parent not in index
             dead[row] = key is None or is_orphan or index.get(key) != (lane, number, first + row)
+            if is_orphan and key is not None:
+                orphans.append((number, key))
         return dead
+
+    def _mark_descendants(
+        self,
+        found: Sequence[tuple[Place, Segment, Bools]],
+        orphans: list[tuple[int, PageKey]],
+    ) -> None:
+        """Count all that follow an orphan as dead too: no prefix leads to it either."""
+        if not orphans:
+            return
+        children: dict[tuple[int, PageKey], list[tuple[Bools, int, PageKey]]] = {}
+        for place, segment, dead in found:
+            parents = self._contents.parents_of(place, segment)
+            for row, (key, parent) in enumerate(zip(segment.keys, parents, strict=True)):
+                if key is not None and parent is not None:
+                    children.setdefault((place[1], parent), []).append((dead, row, key))
+        while orphans:
+            number, key = orphans.pop()
+            for dead, row, child in children.pop((number, key), ()):
+                dead[row] = True
+                orphans.append((number, child))
 
     def _give_up(self, one: _Candidate, reason: EvictionReason, keep: Keep, tally: _Tally) -> None:
         lane, number, segment_number = one.place

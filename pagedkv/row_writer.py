@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from pagedkv import files
 from pagedkv.contents import Contents
+from pagedkv.errors import StoreFullError
 from pagedkv.evictions import EvictionReason
 from pagedkv.lane import SegmentSource
 from pagedkv.page_reader import PageReader
@@ -40,18 +41,24 @@ class RowWriter:
             ValueError: The codec cannot represent a number.
         """
         self.make_room(self._write_nbytes(number, source), keep)
-        self._commit(number, source)
+        try:
+            self._commit(number, source)
+        except StoreFullError:  # another write may have taken the room meanwhile
+            self._give_up_pages(self._write_nbytes(number, source), keep)
+            self._commit(number, source)
 
     def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
         """Give up old pages, if need be, so that ``nbytes`` have room and some is left.
 
         Some room is kept for pages that are moved when a segment is given up.
         """
+        if not self._has_room(nbytes):
+            self._give_up_pages(nbytes, keep)
+
+    def _give_up_pages(self, nbytes: int, keep: Keep | None) -> None:
         bound = self._space.max_nbytes
-        if bound is None or self._has_room(nbytes):
-            return
         with self._reclaiming:
-            if nbytes <= bound and not self._has_room(nbytes):
+            if bound is not None and nbytes <= bound and not self._has_room(nbytes):
                 # More than is needed now: to choose what leaves is dear.
                 ahead = bound // 32
                 self._reclaimer.collect(

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless
+from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless, check_finite
 from pagedkv.format import Geometry, LayerCrcs, LayerSizes, crc32c, segment_index
 from pagedkv.memory import Numbers, PageArrays, PageMemory, aligned
 from pagedkv.segment_map import SegmentMap, bounds_of
@@ -235,7 +235,13 @@ class SegmentFormat:
         for start in range(0, len(crcs), at_once):
             part = crcs[start : start + at_once]
             memory = pages.memory.part(slice(first + start, first + start + len(part)))
-            self._fixed.pack(self.spec, memory, buffer[: len(part) * size], part)
+            try:
+                self._fixed.pack(self.spec, memory, buffer[: len(part) * size], part)
+            except ValueError:
+                for number in range(first + start, first + start + len(part)):
+                    place = (pages.number_of(number),)  # as the caller counts
+                    check_finite(pages.page(number), "a page", place)
+                raise
             files.write_all(fd, buffer[: len(part) * size])
 
     def _write_variable(

@@ -218,7 +218,7 @@ class PageStore:
     @property
     def num_torn_chunks(self) -> int:
         """Segments left out on opening: their catalogue chunk is torn, or their file gone."""
-        return sum(group.num_torn_chunks for group in self._contents.groups.values())
+        return sum(group.num_torn_chunks for group in list(self._contents.groups.values()))
 
     @property
     def scratch_dir(self) -> Path:
@@ -316,7 +316,11 @@ class PageStore:
         with self._contents.lock:
             rows = sorted(row for index in self._contents.indexes for _, row in index)
         for row in rows:
-            yield row, self.entry(row)
+            try:
+                entry = self.entry(row)
+            except PageNotFoundError:  # given up, or moved, since the iteration began
+                continue
+            yield row, entry
 
     def write(
         self,
@@ -462,7 +466,7 @@ class PageStore:
         if self.lane_lock is not None:
             with files.translated(self.path, "close the store"):
                 try:
-                    for (lane, _), group in self._contents.groups.items():
+                    for (lane, _), group in list(self._contents.groups.items()):
                         if lane == self.lane_lock.lane:
                             group.trim()
                     self._space.close()

@@ -100,7 +100,6 @@ def test_a_page_that_was_written_meanwhile_has_the_restored_one_as_its_copy(
     assert contents.indexes[0].get(make_key(5)) == StoreRow(0, 0, 5)
 
 
-@pytest.mark.xfail(strict=True, reason="what was found damaged comes back with its segment")
 def test_a_page_that_was_found_damaged_is_not_restored(contents: Contents) -> None:
     contents.indexes[0].remove(make_key(5), StoreRow(0, 0, 5))  # as a read does
     contents.withdraw((0, 0, 1))
@@ -163,7 +162,6 @@ def make_other_chunk(path: Path) -> bytes:
     return (place / "lane-0000/group-0/catalog/c.0.0").read_bytes()
 
 
-@pytest.mark.xfail(strict=True, reason="a map is kept though its segment was dropped meanwhile")
 def test_the_map_of_a_segment_that_is_dropped_meanwhile_is_not_kept(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

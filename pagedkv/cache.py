@@ -133,6 +133,8 @@ class PagedKVCache:
             for local in range(group_spec.held_layers)
         ]
         self._sequences: set[Sequence] = set()
+        if store is not None and not store.read_only:
+            store.protect(self._pages_in_use)
         self._loader = Loader()
         self._pid = os.getpid()
         self._num_forks = _forks.count

@@ -146,9 +146,9 @@ class PageReader:
         layer: int | None,
         out: Array,
     ) -> bool | None:
-        chunk_nbytes = form.geometry.chunk_nbytes
-        first, stop = (0, form.geometry.num_layers) if layer is None else (layer, layer + 1)
-        start = row * form.geometry.page_nbytes
+        chunk_nbytes = form.chunk_nbytes
+        first, stop = (0, form.num_layers) if layer is None else (layer, layer + 1)
+        start = row * form.page_nbytes
         if stop - first == 1 and chunk_nbytes <= SMALL_NBYTES:
             stored = transfer_buffer(chunk_nbytes)
             if files.pread_now(fd, stored, start + first * chunk_nbytes) < chunk_nbytes:

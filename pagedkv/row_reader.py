@@ -111,7 +111,7 @@ class RowReader:
             return False
         if array.strides[-3:] != form.block_strides or not flags.aligned:
             return False
-        if not form.geometry.fixed_size or not 0 <= (layer or 0) < form.geometry.num_layers:
+        if not form.has_fixed_size or not 0 <= (layer or 0) < form.num_layers:
             return False
         group = self._contents.groups.get((lane, number))
         found = None if group is None else group.locate(packed & (1 << ROW_BITS) - 1)

@@ -61,6 +61,11 @@ class SegmentFormat:
         self.geometry = geometry
         self._fixed = cast("FixedCodec", codec)  # used only if its sizes are fixed
         self._variable = cast("Lossless", codec)  # used only if they are not
+        # What a read of one small page would else compute anew.
+        self.num_layers = geometry.num_layers
+        self.chunk_nbytes = geometry.chunk_nbytes
+        self.page_nbytes = geometry.page_nbytes
+        self.has_fixed_size = geometry.fixed_size
         self.page_shape = spec.page_shape
         self.layer_shape = spec.layer_shape
         self.dtype = spec.np_dtype
@@ -79,14 +84,14 @@ class SegmentFormat:
             OSError: The system could not write.
             ValueError: The codec cannot represent a number.
         """
-        crcs = np.zeros((count, self.geometry.num_layers), np.uint32)
+        crcs = np.zeros((count, self.num_layers), np.uint32)
         sizes = np.full(crcs.shape, self.geometry.payload_nbytes, np.uint32)
-        if self.geometry.fixed_size:
+        if self.has_fixed_size:
             self._write_fixed(fd, pages, first, crcs)
         else:
             self._write_variable(fd, pages, first, crcs, sizes)
         files.write_all(fd, segment_index(self.geometry, sizes))
-        bounds = None if self.geometry.fixed_size else bounds_of(sizes)
+        bounds = None if self.has_fixed_size else bounds_of(sizes)
         return SegmentMap(holds=np.ones(count, np.bool_), crcs=crcs, bounds=bounds)
 
     def write_stored(self, fd: int, stored: Sequence[Bytes], sizes: LayerSizes) -> None:
@@ -105,8 +110,8 @@ class SegmentFormat:
         """Where the stored bytes of each row's page begin and end in the file."""
         if segment_map.bounds is not None:
             return segment_map.bounds[:, 0], segment_map.bounds[:, -1]
-        starts = np.arange(len(segment_map.holds), dtype=np.int64) * self.geometry.page_nbytes
-        return starts, starts + self.geometry.page_nbytes
+        starts = np.arange(len(segment_map.holds), dtype=np.int64) * self.page_nbytes
+        return starts, starts + self.page_nbytes
 
     def plan(
         self, segment_map: SegmentMap, rows: Numbers, layer: int | None
@@ -122,17 +127,17 @@ class SegmentFormat:
             Pieces of about ``PIECE_NBYTES`` that may be read in one go: together they have about
             ``EXTENT_NBYTES``, and little between them that is not wanted.
         """
-        num_layers = self.geometry.num_layers
+        num_layers = self.num_layers
         first, stop = (0, num_layers) if layer is None else (layer, layer + 1)
         if len(rows) == 1 and segment_map.bounds is None:
-            offset = int(rows[0]) * self.geometry.page_nbytes + first * self.geometry.chunk_nbytes
-            nbytes = (stop - first) * self.geometry.chunk_nbytes
+            offset = int(rows[0]) * self.page_nbytes + first * self.chunk_nbytes
+            nbytes = (stop - first) * self.chunk_nbytes
             if nbytes <= PIECE_NBYTES:
                 yield [Piece(offset, nbytes, _ONLY, _AT_START, first, stop - first)]
                 return
         if segment_map.bounds is None:
-            starts = rows * self.geometry.page_nbytes + first * self.geometry.chunk_nbytes
-            ends = starts + (stop - first) * self.geometry.chunk_nbytes
+            starts = rows * self.page_nbytes + first * self.chunk_nbytes
+            ends = starts + (stop - first) * self.chunk_nbytes
         else:
             starts, ends = segment_map.bounds[rows, first], segment_map.bounds[rows, stop]
         if stop - first > 1 and int((ends - starts).max()) > PIECE_NBYTES:
@@ -224,7 +229,7 @@ class SegmentFormat:
         return bool(good[0])
 
     def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: LayerCrcs) -> None:
-        size = self.geometry.page_nbytes
+        size = self.page_nbytes
         at_once = min(max(1, _WRITE_NBYTES // size), len(crcs))
         buffer = transfer_buffer(at_once * size)
         for start in range(0, len(crcs), at_once):
@@ -262,11 +267,11 @@ class SegmentFormat:
         self, segment_map: SegmentMap, rows: Numbers, starts: Numbers, ends: Numbers
     ) -> Iterator[Piece]:
         """Pieces of pages that are too large to be read at once: some layers of one page."""
-        num_layers = self.geometry.num_layers
+        num_layers = self.num_layers
         for number in range(len(rows)):
             start, end = int(starts[number]), int(ends[number])
             if segment_map.bounds is None:
-                bounds: Any = range(start, end + 1, self.geometry.chunk_nbytes)
+                bounds: Any = range(start, end + 1, self.chunk_nbytes)
             else:
                 bounds = segment_map.bounds[rows[number]].tolist()
             at_once = max(1, num_layers * PIECE_NBYTES // (end - start))

@@ -495,8 +495,16 @@ class PageStore:
     def _prepare(self, lane: int) -> None:
         """Make the own lane ready to be written."""
         groups = [self._contents.groups[lane, number] for number in range(len(self.specs))]
+        for group in groups:
+            group.clean()
+        self._space.measure()
+        self._writer = RowWriter(self._contents, self._space, self._files, lane)
         nbytes = sum(group.missing_nbytes() for group in groups)
-        self._space.reserve(nbytes)
+        try:
+            self._space.reserve(nbytes)
+        except StoreFullError:
+            self._writer.make_room(nbytes)
+            self._space.reserve(nbytes)
         try:
             for group in groups:
                 group.prepare()
@@ -505,7 +513,6 @@ class PageStore:
             files.sync_dir(self.path)
         finally:
             self._space.measure(nbytes)
-        self._writer = RowWriter(self._contents, self._space, self._files, lane)
 
     def _source(
         self, group: int, entries: Sequence[PageEntry], arrays: PageArrays, numbers: list[int]

@@ -11,8 +11,6 @@ import pytest
 from store_samples import (
     Array,
     as_arrays,
-    bits,
-    empty_like,
     make_smooth_pages,
     make_spec,
     same_bits,
@@ -20,7 +18,7 @@ from store_samples import (
 
 from pagedkv import disk_threads, files
 from pagedkv import segment as segment_module
-from pagedkv.codec import Codec, Int8, Lossless, Raw
+from pagedkv.codec import Codec, Lossless, Raw
 from pagedkv.errors import ClosedError, StoreError, StoreTimeoutError
 from pagedkv.files import Bytes
 from pagedkv.format import Geometry
@@ -31,11 +29,6 @@ from pagedkv.segment import SegmentFormat
 
 SPEC = make_spec()
 NUM_PAGES = 8
-
-
-NO_DIRECT = pytest.mark.xfail(
-    strict=True, raises=StoreError, reason="what cannot be read past the page cache is not read"
-)
 
 
 class Sample:
@@ -168,7 +161,6 @@ def test_pages_of_several_segments_are_read(
         assert same_bits(out, sample.expected(asked, layer))
 
 
-@pytest.mark.xfail(strict=True, reason="pieces of a page that is wanted twice go back")
 @pytest.mark.parametrize("piece_nbytes", [500, 1000])
 def test_a_large_page_is_read_twice_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_nbytes: int
@@ -219,14 +211,8 @@ def test_all_pages_of_an_empty_file_are_damaged(sample: Sample, reader: PageRead
 
 @pytest.mark.parametrize("instead", ["nothing", "link", "folder", "pipe"])
 def test_pages_of_a_file_that_is_none_are_damaged(
-    request: pytest.FixtureRequest,
-    sample: Sample,
-    reader: PageReader,
-    instead: str,
-    tmp_path: Path,
+    sample: Sample, reader: PageReader, instead: str, tmp_path: Path
 ) -> None:
-    if reader._direct and instead in ("folder", "pipe"):
-        request.applymarker(NO_DIRECT)
     path = sample.segments[0].path
     path.rename(tmp_path / "moved")
     if instead == "link":
@@ -339,7 +325,6 @@ def test_after_closing_only_what_is_cached_might_be_read(
         sample.read(reader, [[0], []])
 
 
-@NO_DIRECT
 def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,59 +363,3 @@ def test_threads_read_at_once(sample: Sample, reader: PageReader) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-class TestSmall:
-    """A chunk that is read with less ado."""
-
-    @pytest.fixture(params=[Raw(), Int8()], ids=str)
-    def small(self, request: pytest.FixtureRequest, tmp_path: Path) -> Sample:
-        return Sample(tmp_path, request.param)
-
-    def read_small(self, sample: Sample, row: int, layer: int) -> tuple[bool | None, Array]:
-        geometry = sample.form.geometry
-        offset = row * geometry.page_nbytes + layer * geometry.chunk_nbytes
-        crc = int(sample.maps[0].crcs[row, layer])
-        (out,) = empty_like([sample.pages[0][row][layer]])
-        reader = PageReader(num_threads=1, direct=False)
-        found = reader.read_small(sample.form, sample.segments[0], crc, offset, out)
-        reader.close()
-        return found, out
-
-    @pytest.mark.parametrize("row", [0, 7])
-    @pytest.mark.parametrize("layer", [0, 2])
-    def test_it_is_as_the_other_way_reads_it(self, small: Sample, row: int, layer: int) -> None:
-        reader = PageReader(num_threads=1, direct=False)
-        damaged, (expected,) = small.read(reader, [[row], []], layer)
-        reader.close()
-        found, out = self.read_small(small, row, layer)
-        assert damaged == []
-        if found is None:
-            pytest.skip("this system has no page cache that can be asked")
-        assert found
-        assert bits(out) == bits(expected)
-
-    @pytest.mark.parametrize("at", [5, -2])
-    def test_a_flipped_bit_is_noticed(self, small: Sample, at: int) -> None:
-        geometry = small.form.geometry
-        if at < 0:
-            at += geometry.chunk_nbytes
-        data = bytearray(small.segments[0].path.read_bytes())
-        data[geometry.page_nbytes + at] ^= 1
-        small.segments[0].path.write_bytes(data)
-        found, out = self.read_small(small, 1, 0)
-        assert not found
-        assert found is None or (out == 7).all()
-
-    def test_what_is_not_cached_cut_off_or_gone_is_left_to_the_other_way(
-        self, small: Sample, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "pread_now", lambda fd, out, offset: 3)
-            assert self.read_small(small, 1, 0)[0] is None
-        os.truncate(small.segments[0].path, small.form.geometry.page_nbytes + 10)
-        assert self.read_small(small, 1, 0)[0] is None
-        small.segments[0].path.unlink()
-        found, out = self.read_small(small, 1, 0)
-        assert found is None
-        assert (out == 7).all()

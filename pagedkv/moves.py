@@ -380,9 +380,7 @@ class Mover:
             else:
                 sources = [self._exact_bytes(slot, record) for slot, record in homes]
                 rows = self.store.write(self.number, entries, sources, keep=self._keep)
-        is_lossless = self.store.codec.lossless
-        for page, row in zip(todo, rows, strict=True):
-            self.places.set_row(page, row, exact=is_lossless)
+        self.places.set_stored(todo, rows, exact=self.store.codec.lossless)
         self._count_stored(len(todo))
 
     def _spill(self, pages: Sequence[Page], values: Sequence[Array]) -> None:

@@ -230,6 +230,15 @@ class Residency:
         page.slot = self._owner[slot] = None
         return slot
 
+    def set_stored(self, pages: Sequence[Page], rows: Sequence[StoreRow], *, exact: bool) -> None:
+        """``set_row`` for pages that had none."""
+        num_ranked = 0
+        for page, row in zip(pages, rows, strict=True):
+            num_ranked += page.ranked
+            page.row, page.exact = row, exact
+        self.num_clean += num_ranked
+        self.num_dirty -= num_ranked
+
     def front(self, count: int) -> list[Page]:
         """The next ``count`` pages to leave, those included that are being written."""
         found: list[Page] = []

@@ -11,6 +11,7 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
@@ -70,13 +71,17 @@ class Disk:
         self.writes_left: int | None = None
         self.reads_left: int | None = None
         self.has_failed = False
+        self.fails_in_background = False
+        self._rng = random.Random(0)
 
     @property
     def is_broken(self) -> bool:
-        return self.writes_left is not None or self.reads_left is not None
+        is_bad = self.writes_left is not None or self.reads_left is not None
+        return is_bad or self.fails_in_background
 
     def mend(self) -> None:
         self.writes_left = self.reads_left = None
+        self.fails_in_background = False
 
     def patches(self) -> ExitStack:
         """Put it in place; without fsync, which shows nothing here and takes the time."""
@@ -100,6 +105,10 @@ class Disk:
 
     def _failing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def write(fd: int, data: Any, *offset: int) -> Any:
+            is_writer = threading.current_thread().name.startswith("pagedkv-write")
+            if self.fails_in_background and is_writer and self._rng.random() < 0.3:
+                self.has_failed = True
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
             if self.writes_left is not None:
                 if self.writes_left == 0:
                     self.has_failed = True
@@ -846,6 +855,14 @@ class FailingDiskMachine(CacheMachine):
         self.disk.mend()
 
 
+class FlakyWriterMachine(CacheMachine):
+    """A writer in the background that fails now and then; what others write is written."""
+
+    def open_cache(self, num_slots: int) -> None:
+        super().open_cache(num_slots)
+        self.disk.fails_in_background = True
+
+
 class DamagingDiskMachine(CacheMachine):
     """A disk that damages segments: their pages are lost, but never wrong."""
 
@@ -887,4 +904,5 @@ TestInt8Store = case_of(Int8StoreMachine, 40)
 TestTwoGroups = case_of(TwoGroupsMachine, 40)
 TestSmallStore = case_of(SmallStoreMachine, 30)
 TestFailingDisk = case_of(FailingDiskMachine, 40)
+TestFlakyWriter = case_of(FlakyWriterMachine, 30)
 TestDamagingDisk = case_of(DamagingDiskMachine, 30)

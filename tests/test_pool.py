@@ -124,6 +124,19 @@ def test_allocate_when_exhausted_changes_nothing() -> None:
     assert pool.allocate(0) == []
 
 
+def test_one_slot_is_the_first_that_is_free() -> None:
+    pool = SlotPool(make_spec(), 3)
+    assert [pool.allocate_one() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(AssertionError, match="no slot is free"):
+        pool.allocate_one()
+    for slot in (2, 1):
+        pool.free(slot)
+    assert pool.allocate(2) == [1, 2]
+    pool.free(1)
+    assert pool.allocate_one() == 1
+    pool.check_invariants()
+
+
 def test_pins_count() -> None:
     pool = SlotPool(make_spec(), 2)
     (slot,) = pool.allocate(1)
@@ -177,6 +190,15 @@ class PoolMachine(RuleBasedStateMachine):
             self.taken[slot] = self.next_number
             self.pool.page(slot)[...] = self.next_number
             self.next_number += 1
+
+    @precondition(lambda self: len(self.taken) < self.pool.num_slots)
+    @rule()
+    def allocate_one(self) -> None:
+        slot = self.pool.allocate_one()
+        assert slot not in self.taken
+        self.taken[slot] = self.next_number
+        self.pool.page(slot)[...] = self.next_number
+        self.next_number += 1
 
     @precondition(lambda self: set(self.taken) - set(self.pinned))
     @rule(pick=st.integers(0, 8))

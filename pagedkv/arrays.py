@@ -12,7 +12,8 @@ from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
 
-_SMALL_PAGE_NBYTES = 4096
+SMALL_PAGE_NBYTES = 4096
+"""Up to here, what Python does for a page costs more than copying it."""
 
 
 def check_pages(name: str, pages: Array, num_pages: int, spec: KVSpec, *, finite: bool) -> None:
@@ -76,7 +77,7 @@ def copy_pages(to: Array, places: Sequence[int], source: Array, at: Sequence[int
         source: Pages, likewise.
         at: Which of them; as many as ``places``.
     """
-    if len(places) > 1 and to[0].nbytes <= _SMALL_PAGE_NBYTES:
+    if len(places) > 1 and to[0].nbytes <= SMALL_PAGE_NBYTES:
         to[places] = source[at]  # one copy more, but no loop in Python
     else:
         for place, number in zip(places, at, strict=True):

@@ -4,6 +4,8 @@ import copy
 import logging
 import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -15,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.arrays import as_int, check_pages
-from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError
+from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError, StoreLockedError
 from pagedkv.group import LayerGroup
 from pagedkv.loading import Loader, LoadHandle
+from pagedkv.lock import CacheLock
 from pagedkv.moves import Mover
 from pagedkv.page import Page
 from pagedkv.policy import LRU, EvictionPolicy
@@ -33,6 +36,21 @@ from pagedkv.store import PageStore
 Array = npt.NDArray[Any]
 
 _LOG = logging.getLogger("pagedkv")
+
+
+class _Forks:
+    """Counts the forks between the first process and this one: quicker than asking for its id."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._add)
+
+    def _add(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
 
 
 class PagedKVCache:
@@ -55,6 +73,7 @@ class PagedKVCache:
     Raises:
         ValueError: A number is out of range, the specs do not fit together, or the policy is used.
         SpecMismatchError: The store holds other specs.
+        StoreLockedError: Another cache has taken the store over.
         FileExistsError: ``pool_path`` exists.
     """
 
@@ -83,7 +102,7 @@ class PagedKVCache:
         self.store = store
         self.writes_through = write_policy == "write-through"
         self.needs_finite = store is not None and not store.codec.lossless
-        self._lock = threading.Condition(threading.RLock())
+        self._lock = CacheLock()
         self._counters = Counters()
         self._groups = [
             LayerGroup(
@@ -114,9 +133,14 @@ class PagedKVCache:
             for local in range(group_spec.held_layers)
         ]
         self._sequences: set[Sequence] = set()
+        if store is not None and not store.read_only:
+            store.protect(self._pages_in_use)
         self._loader = Loader()
         self._pid = os.getpid()
+        self._num_forks = _forks.count
         self.is_closed = False
+        if store is not None:
+            _take_over(store, self)
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -157,7 +181,8 @@ class PagedKVCache:
             StoreError: A page that had to leave could not be written.
         """
         layer_group = self._group_of(keys, group)
-        check_pages("pages", pages, len(keys), layer_group.spec, finite=self.needs_finite)
+        if self.needs_finite or not layer_group.fits(pages, len(keys)):
+            check_pages("pages", pages, len(keys), layer_group.spec, finite=self.needs_finite)
         layer_group.keyed.put(keys, pages, write_through=self.writes_through)
 
     def match(self, keys: Seq[PageKey], group: int | None = None) -> int:
@@ -185,7 +210,7 @@ class PagedKVCache:
             StoreError: The disk failed.
         """
         layer_group = self._group_of(keys, group)
-        out = _checked_out(out, len(keys), layer_group.spec)
+        out = _checked_out(out, len(keys), layer_group)
         layer_group.keyed.get(keys, out)
         return out
 
@@ -206,8 +231,18 @@ class PagedKVCache:
             deadline: Seconds from now after which ``result`` raises ``StoreTimeoutError``.
         """
         layer_group = self._group_of(keys, group)
-        out = _checked_out(out, len(keys), layer_group.spec)
-        return self._loader.start(lambda: self.get(keys, group=group), out, deadline)
+        out = _checked_out(out, len(keys), layer_group)
+        started = time.monotonic()
+
+        def read() -> Array:
+            self.check_usable()
+            pages = np.empty((len(keys), *layer_group.page_shape), dtype=layer_group.dtype)
+            ends = None if deadline is None else started + deadline
+            left = None if ends is None else max(0.0, ends - time.monotonic())
+            layer_group.keyed.get(keys, pages, left)
+            return pages
+
+        return self._loader.start(read, out, deadline)
 
     @contextmanager
     def acquire(self, keys: Seq[PageKey], group: int | None = None) -> Iterator[list[Array]]:
@@ -254,24 +289,21 @@ class PagedKVCache:
             check_extra(extra)
         keys = [page_keys(spec, ids, salt, _per_page(extra, spec, ids)) for spec in self.specs]
         sequence = Sequence(self, self._groups, salt, extra)
-        tables: list[list[Page]] = []
+        tables: list[list[Page]] = [[] for _ in self._groups]
         try:
-            for group, group_keys in zip(self._groups, keys, strict=True):
-                tables.append(group.hold(group_keys))
+            for group, table, group_keys in zip(self._groups, tables, keys, strict=True):
+                table.extend(group.hold(group_keys))
+            common = min(len(table) for table in tables)
+            for group, table in zip(self._groups, tables, strict=True):
+                group.release(table[common:])
+                del table[common:]
+            sequence.start_from(ids, keys, tables)
+            self.adopt(sequence)
+            sequence.resume_tail(ids, refresh=common == len(keys[0]))
         except BaseException:
-            for group, table in zip(self._groups, tables, strict=False):
+            self.forget(sequence)
+            for group, table in zip(self._groups, tables, strict=True):
                 group.release(table)
-            raise
-        common = min(len(table) for table in tables)
-        for group, table in zip(self._groups, tables, strict=True):
-            group.release(table[common:])
-            del table[common:]
-        sequence.start_from(ids, keys, tables)
-        self.adopt(sequence)
-        try:
-            sequence.resume_tail(ids)
-        except BaseException:
-            sequence.close()
             raise
         return sequence
 
@@ -355,17 +387,19 @@ class PagedKVCache:
         finally:
             if self.store is not None:
                 self.store.close()
+                with _owners_lock:
+                    _owners.pop(self.store, None)
 
     @property
     def is_of_parent(self) -> bool:
         """Whether it was made in the process that forked this one."""
-        return os.getpid() != self._pid
+        return self._num_forks != _forks.count
 
     def check_usable(self) -> None:
         """Raise ``ClosedError`` if the cache is closed, or belongs to the parent process."""
         if self.is_closed:
             raise ClosedError("the cache is closed: make another")
-        if self.is_of_parent:
+        if self._num_forks != _forks.count:
             raise ClosedError(
                 f"the cache belongs to process {self._pid} and cannot be used after a fork in "
                 f"process {os.getpid()}: make another there"
@@ -416,13 +450,11 @@ class PagedKVCache:
 
     def _group_of(self, keys: Seq[PageKey], group: int | None) -> LayerGroup:
         self.check_usable()
-        if isinstance(keys, PageKeys):
+        if type(keys) is PageKeys:
             if keys.spec not in self.specs:
                 self.specs[0].require_equal(keys.spec, "the PageKeys")
             return self._groups[self.specs.index(keys.spec)]
-        for key in keys:
-            if not isinstance(key, bytes) or len(key) != 32:
-                raise ValueError(f"{key!r} is no page key: a key is 32 bytes")
+        _check_keys(keys)
         if group is None and len(self.specs) > 1:
             raise ValueError(f"plain keys belong to one of {len(self.specs)} specs: give group=")
         if group is not None and not 0 <= group < len(self.specs):
@@ -430,10 +462,19 @@ class PagedKVCache:
         return self._groups[group or 0]
 
 
-def _checked_out(out: Array | None, num_pages: int, spec: KVSpec) -> Array:
+def _check_keys(keys: Seq[PageKey]) -> None:
+    if len(keys) > 8 and {*map(type, keys)} == {bytes} and {*map(len, keys)} == {32}:
+        return  # quicker, for many
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != 32:
+            raise ValueError(f"{key!r} is no page key: a key is 32 bytes")
+
+
+def _checked_out(out: Array | None, num_pages: int, group: LayerGroup) -> Array:
     if out is None:
-        return np.empty((num_pages, *spec.page_shape), dtype=spec.np_dtype)
-    check_pages("out", out, num_pages, spec, finite=False)
+        return np.empty((num_pages, *group.page_shape), dtype=group.dtype)
+    if not group.fits(out, num_pages):
+        check_pages("out", out, num_pages, group.spec, finite=False)
     if not out.flags.writeable:
         raise ValueError("out is read-only: give a writable array")
     return out
@@ -474,6 +515,26 @@ def _check_store(store: PageStore | None, specs: tuple[KVSpec, ...]) -> None:
         )
     for own, stored in zip(specs, store.specs, strict=True):
         own.require_equal(stored, f"the store at {store.path}")
+
+
+_owners: weakref.WeakKeyDictionary[PageStore, weakref.ref[PagedKVCache]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The cache that has taken each store over."""
+_owners_lock = threading.Lock()
+
+
+def _take_over(store: PageStore, cache: PagedKVCache) -> None:
+    """Note that the store is the cache's; ``StoreLockedError`` if it is another's."""
+    with _owners_lock:
+        owner = _owners.get(store)
+        other = None if owner is None else owner()
+        if other is not None and other is not cache:
+            raise StoreLockedError(
+                f"the store at {store.path} belongs to another cache of this process ({other!r}): "
+                "use that one, or open the store again"
+            )
+        _owners[store] = weakref.ref(cache)
 
 
 def _pool_path(

@@ -103,8 +103,8 @@ class EvictionRing:
     def add(self, keys: Iterable[PageKey], reason: EvictionReason, time_ns: int) -> None:
         """Remember that pages left, the last of ``keys`` as the newest.
 
-        Writes the chunk anew: ``EVICTED_NBYTES`` beside those that are there. Failing is only
-        logged: no page depends on it.
+        Writes the chunk anew, in place where there is one: it takes ``EVICTED_NBYTES`` once.
+        Failing is only logged: no page depends on it.
         """
         fresh = [EvictedPage(key=key, time_ns=time_ns, reason=reason) for key in keys]
         if not fresh:
@@ -112,7 +112,10 @@ class EvictionRing:
         with self._lock:
             try:
                 chunk = encode([*reversed(fresh), *self._read()])
-                files.write_atomic(self._path, [chunk], sync=False)
+                if files.file_sizes(self._path.parent).get(self._path.name) == EVICTED_NBYTES:
+                    files.overwrite(self._path, chunk, 0)  # half of it is as good as records are
+                else:
+                    files.write_atomic(self._path, [chunk], sync=False)
             except OSError as error:
                 logger.warning("could not write which pages left to %s: %s", self._path, error)
 

@@ -33,9 +33,19 @@ class LayerGroup:
         self.places = places = room.places
         self.keyed = KeyedPages(room)
         self.spec = places.spec
+        self.page_shape = places.spec.page_shape
+        self.dtype = places.spec.np_dtype
         self._lock = places.lock
         self._pool = places.pool
         self._counters = places.counters
+
+    def fits(self, pages: object, num_pages: int) -> bool:
+        """Whether ``pages`` is a plain array of so many pages of the spec."""
+        return (
+            type(pages) is np.ndarray
+            and pages.shape == (num_pages, *self.page_shape)
+            and pages.dtype == self.dtype
+        )
 
     def hold(self, keys: Sequence[PageKey]) -> list[Page]:
         """Hold the longest leading run of ``keys`` that any tier has, for a sequence.
@@ -171,6 +181,11 @@ class LayerGroup:
             self._lock.notify_all()
             return other
 
+    def refresh(self) -> bool:
+        """Look what other processes did to the store; whether anything has changed."""
+        with self._lock:
+            return self.moves.refresh()
+
     def is_stored(self, key: PageKey) -> bool:
         """Whether the store holds a page or saved tail under this key."""
         return self.moves.find_row(key) is not None
@@ -262,7 +277,7 @@ class LayerGroup:
                         self._view(page)[...] = values
                 else:
                     assert page.spill is not None
-                    with self.places.unlocked:
+                    with self.places.lock.unlocked:
                         self.moves.spill_file().write_page(page.spill, values)
         except BaseException:
             self.release([page])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.arrays import copy_pages
+from pagedkv.arrays import SMALL_PAGE_NBYTES, copy_pages
 from pagedkv.errors import PageNotFoundError
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import PageKeys
@@ -39,6 +39,7 @@ class KeyedPages:
         self._index = room.places.index
         self._counters = room.places.counters
         self._recent = RecentKeys(self._pool.num_slots)
+        self._is_small = self._places.spec.page_nbytes <= SMALL_PAGE_NBYTES
 
     def match(self, keys: Sequence[PageKey]) -> int:
         """Length of the longest leading run of ``keys`` that any tier holds."""
@@ -50,8 +51,10 @@ class KeyedPages:
 
         Of a prefix the deepest page goes first, so that the root stays in the pool longest.
         """
+        if len(keys) == 1 and not write_through and self._put_quickly(keys, pages):
+            return
         first_numbers = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
-        numbers = sorted(first_numbers.values(), reverse=isinstance(keys, PageKeys))
+        numbers = sorted(first_numbers.values(), reverse=type(keys) is PageKeys)
         size = max(1, self._pool.num_slots // 2)
         while numbers:
             chunk, numbers = numbers[:size], numbers[size:]
@@ -70,23 +73,25 @@ class KeyedPages:
             out: Where to, ``(page, layer, kind, token, head, channel)``.
             deadline: Seconds that a read of the store may take.
         """
+        if len(keys) == 1 and self._get_quickly(keys, out, deadline):
+            return
         with self._lock:
             pages, stored, rows = self._locate(keys)
-            resident = {n: page for n, page in enumerate(pages) if page and page.slot is not None}
-            held = {n: page for n, page in enumerate(pages) if page and page.slot is None}
+            known = [(n, page) for n, page in enumerate(pages) if page] if any(pages) else []
+            resident = {n: page for n, page in known if page.slot is not None}
+            held = {n: page for n, page in known if page.slot is None}
+            at = None if len(stored) == len(keys) else np.array(stored, dtype=np.int64)
+            only_stored = keys if at is None else [keys[n] for n in stored]
             with self._places.holding(list(held.values())):
                 if resident:
                     self._copy_out(resident, out)
                 if len(resident) < len(keys):
-                    lost = self._moves.read_rows(
-                        [keys[n] for n in stored], rows, out, np.array(stored), deadline
-                    )
+                    lost = self._moves.read_rows(only_stored, rows, out, at, deadline)
                     lost |= self._moves.read_pages(
                         list(held.values()), [out[n] for n in held], deadline=deadline
                     )
                     self._check_none_lost(keys, lost, len(stored) + len(held))
-            if stored:
-                self._keep_copies(keys, stored, out)
+            self._keep_copies(keys, only_stored, stored, out)
 
     def acquire(self, keys: Sequence[PageKey]) -> list[Page]:
         """Pin the longest leading run of ``keys`` that any tier holds, all of it resident.
@@ -158,6 +163,54 @@ class KeyedPages:
         self._counters.num_store_hits += max(0, num_usable - num_resident)
         self._counters.misses["corrupt"] += num_run - num_usable
         self._counters.misses["absent"] += num_keys - num_run
+
+    # -- one small page, without Python objects that can be spared ---------------------------
+
+    def _put_quickly(self, keys: Sequence[PageKey], pages: Array) -> bool:
+        """``put`` of one page; whether it could be done under the lock, without I/O."""
+        if not self._is_small or type(pages) is not np.ndarray:
+            return False
+        key = keys[0]
+        with self._lock.mutex:
+            known = self._index.get(key)
+            if known is not None:
+                return known.slot is not None
+            if self._moves.find_row(key) is not None:
+                return True
+            slot = self._room.take_quickly()
+            if slot is None:
+                return False
+            self._pool.by_page[slot] = pages[0]
+            self._places.add_cached(_keyed(keys, 0), slot)
+        return True
+
+    def _get_quickly(self, keys: Sequence[PageKey], out: Array, deadline: float | None) -> bool:
+        """``get`` of one page; whether it could be done, and nothing else than that was done."""
+        if not self._is_small or type(out) is not np.ndarray:
+            return False
+        key, counters, moves = keys[0], self._counters, self._moves
+        with self._lock.mutex:
+            page = self._index.get(key)
+            if page is not None:
+                if page.slot is None or page.state is PageState.LOADING:
+                    return False
+                out[0] = self._pool.by_page[page.slot]
+                if page.ranked:
+                    self._places.touch((page,))
+                counters.num_pool_hits += 1
+                return True
+            rows = moves.find_rows(keys)
+            if rows[0] < 0:
+                return False
+            lost = moves.read_rows(keys, rows, out, None, deadline)
+            if lost:
+                self._check_none_lost(keys, lost, 1)
+            counters.num_store_hits += 1
+            if self._pool.num_free or key in self._recent:
+                self._keep_copies(keys, keys, (0,), out)
+            else:
+                self._recent.add(keys)
+        return True
 
     # -- inside, with the lock held ----------------------------------------------------------
 
@@ -233,11 +286,11 @@ class KeyedPages:
         wanted = self._not_held(keys, numbers)
         if not wanted:
             return {}, []
-        before = self._places.unlocked.count
+        before = self._lock.num_releases
         slots = self._room.take_some(len(wanted))[::-1]
         batch: dict[int, Page] = {}
         try:
-            if before != self._places.unlocked.count:  # others may have been faster
+            if before != self._lock.num_releases:  # others may have been faster
                 wanted = self._not_held(keys, wanted)
             for number in wanted[: len(slots)]:
                 self._detach_lost(keys[number])
@@ -268,7 +321,7 @@ class KeyedPages:
 
     def _locate(
         self, keys: Sequence[PageKey]
-    ) -> tuple[list[Page | None], list[int], npt.NDArray[np.int64]]:
+    ) -> tuple[list[Page | None], Sequence[int], npt.NDArray[np.int64]]:
         """The pages that have places here; numbers and rows of those that only the store has.
 
         Raises:
@@ -276,14 +329,17 @@ class KeyedPages:
         """
         has_refreshed = False
         while True:
-            pages = [self._index.get(key) for key in keys]
-            loading = [p for p in pages if p is not None and p.state is PageState.LOADING]
-            if loading:
-                self._places.wait_readable(loading)
-                continue
-            pages = [None if page is not None and page.is_lost else page for page in pages]
-            stored = [n for n, page in enumerate(pages) if page is None]
-            rows = self._moves.find_rows([keys[n] for n in stored])
+            pages = [*map(self._index.get, keys)]
+            stored: Sequence[int] = range(len(keys))
+            if any(pages):
+                loading = [p for p in pages if p and p.state is PageState.LOADING]
+                if loading:
+                    self._places.wait_readable(loading)
+                    continue
+                pages = [None if page and page.is_lost else page for page in pages]
+                stored = [n for n, page in enumerate(pages) if page is None]
+            is_all = len(stored) == len(keys)
+            rows = self._moves.find_rows(keys if is_all else [keys[n] for n in stored])
             missing = np.flatnonzero(rows < 0)
             if not len(missing):
                 return pages, stored, rows
@@ -317,14 +373,27 @@ class KeyedPages:
                 "in the store and has been forgotten: compute it"
             )
 
-    def _keep_copies(self, keys: Sequence[PageKey], numbers: list[int], out: Array) -> None:
-        """Keep what was read into ``out`` in free slots; what was read before, in any clean one."""
-        where = {keys[n]: n for n in numbers}
-        again = self._recent.among(set(where))
+    def _keep_copies(
+        self,
+        keys: Sequence[PageKey],
+        stored: Sequence[PageKey],
+        numbers: Sequence[int],
+        out: Array,
+    ) -> None:
+        """Keep what was read into ``out`` in free slots; what was read before, in any clean one.
+
+        Args:
+            keys: What was asked for.
+            stored: Those of them that were read from the store.
+            numbers: Their places in ``keys``, and in ``out``.
+            out: ``(page, layer, kind, token, head, channel)``.
+        """
+        again = self._recent.among(stored)
         num_free = self._pool.num_free
         if not again and not num_free:
-            self._recent.add(list(where))
+            self._recent.add(stored)
             return
+        where = dict(zip(stored, numbers, strict=True))
         most = max(1, self._pool.num_slots // 2)
         wanted = max(min(len(again), most), min(num_free, len(where)))
         slots = self._room.take_slots(wanted, at_least=0, spare_held=True, clean_only=True)[::-1]
@@ -341,7 +410,7 @@ class KeyedPages:
             self._recent.discard(again)
             self._recent.add([key for key in where if key not in self._index])
             kept = dict(sorted(kept.items()))
-            with self._places.unlocked:
+            with self._lock.unlocked:
                 homes = [_slot(page) for page in kept.values()]
                 copy_pages(self._pool.by_page, homes, out, list(kept))
             end = self._places.publish
@@ -368,9 +437,7 @@ def _slot(page: Page) -> int:
 
 
 def _keyed(keys: Sequence[PageKey], number: int) -> Page:
-    page = Page()
-    if isinstance(keys, PageKeys):
+    page = Page(keys[number])
+    if type(keys) is PageKeys:  # much quicker than isinstance with an abstract class
         page.name(keys[number], keys.parents[number], keys.tokens[number], keys.salt)
-    else:
-        page.key = keys[number]
     return page

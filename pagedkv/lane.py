@@ -210,11 +210,20 @@ class LaneGroup:
         columns = len(self._incomplete()) * self.geometry.derived_nbytes
         return 2 * sum(len(document) for document in documents.values()) + columns
 
-    def prepare(self) -> None:
-        """Make the group ready for its lane's writer, after ``load``.
+    def clean(self) -> None:
+        """Remove what interrupted writers left: bytes without a record do not exist."""
+        files.remove_temps(self.path)
+        committed = self._chunk_sizes(CATALOG)
+        for array in (*self._arrays, EVICTED):
+            files.remove_temps(self.path / array)
+        for array in self._arrays:
+            for number in self._chunk_sizes(array).keys() - committed:
+                files.remove(self.chunk_path(array, number))
 
-        Makes missing folders and documents, removes what interrupted writers left (bytes without
-        a record do not exist) and rewrites missing chunks of derived columns.
+    def prepare(self) -> None:
+        """Make the group ready for its lane's writer, after ``load`` and ``clean``.
+
+        Makes missing folders, documents and chunks of derived columns.
         """
         files.make_dir(self.path)
         missing = self._missing_documents()
@@ -224,14 +233,8 @@ class LaneGroup:
                 files.make_dir(self.path / array)
                 files.write_atomic(self.path / array / METADATA, [documents[array]])
             files.write_atomic(self.path / METADATA, [metadata.group_document()])
-        files.remove_temps(self.path)
         num_rows = self._num_rows(CATALOG) or 0
         self.next_segment = max(self.next_segment, -(-num_rows // self.geometry.rows))
-        committed = self._chunk_sizes(CATALOG)
-        for array in self._arrays:
-            files.remove_temps(self.path / array)
-            for number in self._chunk_sizes(array).keys() - committed:
-                files.remove(self.chunk_path(array, number))
         self._complete_columns()
         self._set_capacity(self.next_segment)
         files.sync_dir(self.path)

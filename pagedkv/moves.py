@@ -43,6 +43,7 @@ class Mover:
 
     Attributes:
         batch: Most pages that are read or written at once.
+        can_write: Whether there is a store that takes pages.
     """
 
     def __init__(
@@ -59,14 +60,10 @@ class Mover:
         self._spec = places.spec
         self._pool = places.pool
         self._counters = places.counters
+        self.can_write = store is not None and not store.read_only
         self.batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
 
     # -- what is where -----------------------------------------------------------------------
-
-    @property
-    def can_write(self) -> bool:
-        """Whether there is a store that takes pages."""
-        return self.store is not None and not self.store.read_only
 
     def find_row(self, key: PageKey) -> StoreRow | None:
         """The store's row of this key."""
@@ -82,7 +79,7 @@ class Mover:
         """Look what other processes did to the store; whether anything has changed."""
         if self.store is None:
             return False
-        with self.places.unlocked:
+        with self.places.lock.unlocked:
             return self.store.refresh()
 
     def is_safe(self, page: Page) -> bool:
@@ -125,7 +122,7 @@ class Mover:
         lost: set[PageKey] = set()
         began = time.perf_counter()
         if spilled:
-            with self.places.unlocked:
+            with self.places.lock.unlocked:
                 for record, to in spilled:
                     assert self.places.spill is not None
                     assert record is not None
@@ -146,7 +143,7 @@ class Mover:
         keys: Sequence[PageKey],
         rows: npt.NDArray[np.int64],
         out: Array,
-        at: npt.NDArray[np.int64],
+        at: npt.NDArray[np.int64] | None,
         deadline: float | None = None,
     ) -> set[PageKey]:
         """Read pages from the store for which there is no ``Page``.
@@ -155,7 +152,7 @@ class Mover:
             keys: Which.
             rows: Their rows, packed.
             out: ``(page, layer, kind, token, head, channel)``.
-            at: For each page its place in ``out``.
+            at: For each page its place in ``out``; 0, 1, … by default.
             deadline: Seconds that a read of the store may take.
 
         Returns:
@@ -168,13 +165,15 @@ class Mover:
         lost: set[PageKey] = set()
         began = time.perf_counter()
         while len(rows):
-            with self.places.unlocked:
+            with self.places.lock.unlocked:
                 try:
                     self.store.read(rows, out, at=at, deadline=deadline)
                     break
                 except CorruptPageError as error:
                     bad = list(error.positions)
-            keys, at = [keys[n] for n in bad], at[bad]
+                    if not bad:
+                        raise
+            keys, at = [keys[n] for n in bad], np.array(bad) if at is None else at[bad]
             before, rows = rows[bad], self.find_rows(keys)
             good = (rows >= 0) & (rows != before)
             lost.update(key for key, is_good in zip(keys, good, strict=True) if not is_good)
@@ -256,8 +255,7 @@ class Mover:
             return
         began = time.perf_counter()
         try:
-            for page in pages:
-                self.places.set_state(page, PageState.WRITING)
+            self.places.begin_writing(pages)
             self._write_to_store(pages)
             if spill:
                 todo = [p for p in pages if p.ref_count and p.spill is None and not self.is_safe(p)]
@@ -288,7 +286,7 @@ class Mover:
         try:
             return spill.allocate(count)
         except StoreFullError:
-            with self.places.unlocked:
+            with self.places.lock.unlocked:
                 self.store.make_room(count * self._spec.page_nbytes, self._keep)
             return spill.allocate(count)
 
@@ -316,10 +314,12 @@ class Mover:
     ) -> Sequence[int]:
         """Read rows of the store without the lock; which of them are damaged or gone."""
         assert self.store is not None
-        with self.places.unlocked:
+        with self.places.lock.unlocked:
             try:
                 self.store.read(rows, out, deadline=deadline)
             except CorruptPageError as error:
+                if not error.positions:
+                    raise
                 return error.positions
         return ()
 
@@ -349,27 +349,26 @@ class Mover:
         except CorruptPageError as error:
             moved = [wanted[number] for number in error.positions]
             with self.places.lock:
-                if self._look_again([page for page, _ in moved]):
+                if not moved or self._look_again([page for page, _ in moved]):
                     raise
             return moved
         return []
 
     def _write_to_store(self, pages: Sequence[Page]) -> None:
         assert self.store is not None
-        todo = []
-        for page in pages:
-            if page.key is not None and page.row is None:
-                row = self.find_row(page.key)
-                if row is None:
-                    todo.append(page)
-                else:
-                    self.places.set_row(page, row, exact=False)
+        named = [page for page in pages if page.key is not None and page.row is None]
+        known = self.find_rows([page.key for page in named if page.key is not None]) >= 0
+        for at in np.flatnonzero(known).tolist():
+            key = named[at].key
+            assert key is not None
+            self.places.set_row(named[at], self.find_row(key), exact=False)
+        todo = [page for page, is_known in zip(named, known.tolist(), strict=True) if not is_known]
         if not todo:
             return
         entries = [_entry(page, self._spec) for page in todo]
         homes = [(page.slot, page.spill) for page in todo]
         slots = [slot for slot, _ in homes if slot is not None]
-        with self.places.unlocked:
+        with self.places.lock.unlocked:
             if len(slots) == len(todo):
                 rows = self.store.write(
                     self.number,
@@ -393,7 +392,7 @@ class Mover:
         spill = self.spill_file()
         records: list[int | None] = [*self.allocate_spill(len(pages))]
         try:
-            with self.places.unlocked:
+            with self.places.lock.unlocked:
                 for record, page_values in zip(records, values, strict=True):
                     assert record is not None
                     spill.write_page(record, page_values)

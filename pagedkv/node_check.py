@@ -175,12 +175,14 @@ class GroupNodes:
 
     def chunks(self, array: str) -> dict[int, str]:
         """Names of an array's chunk files by their number."""
-        num_dimensions = len(self.arrays[array]["shape"])
         numbers = {
-            name: segment_number(name, num_dimensions)
-            for name in files.file_sizes(self.path / array)
+            name: self._chunk_number(array, name) for name in files.file_sizes(self.path / array)
         }
         return {number: name for name, number in numbers.items() if number is not None}
+
+    def is_chunk(self, array: str, name: str) -> bool:
+        """Whether a name is that of a chunk of an array."""
+        return self._chunk_number(array, name) is not None
 
     def check(self) -> list[Finding]:
         """What is damaged."""
@@ -264,6 +266,9 @@ class GroupNodes:
                 for number, name in self.chunks(array).items():
                     if number not in committed:
                         yield array, name, f"of segment {number}, which has no catalogue chunk"
+
+    def _chunk_number(self, array: str, name: str) -> int | None:
+        return segment_number(name, len(self.arrays[array]["shape"]))
 
     def _num_rows_needed(self) -> int:
         return (max(self.chunks(CATALOG), default=-1) + 1) * self.geometry.rows

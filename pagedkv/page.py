@@ -38,8 +38,8 @@ class Page:
         "tokens",
     )
 
-    def __init__(self) -> None:
-        self.key: PageKey | None = None
+    def __init__(self, key: PageKey | None = None) -> None:
+        self.key = key
         """Content address; ``None`` while the page is private to its sequences."""
         self.parent: PageKey | None = None
         self.tokens: bytes | None = None

@@ -50,8 +50,10 @@ class FIFO:
 
     def discard(self, key: PageKey) -> None:
         """Forget ``key``; ``KeyError`` if it is no candidate."""
-        self._require(key)
-        del self._order[key]
+        try:
+            del self._order[key]
+        except KeyError:
+            raise _unknown(key) from None
 
     def victims(self) -> Iterator[PageKey]:
         """The candidates, the oldest first."""
@@ -62,7 +64,7 @@ class FIFO:
 
     def _require(self, key: PageKey) -> None:
         if key not in self._order:
-            raise KeyError(f"page {key.hex()[:12]} is no candidate")
+            raise _unknown(key)
 
 
 class LRU(FIFO):
@@ -70,5 +72,11 @@ class LRU(FIFO):
 
     def touch(self, key: PageKey) -> None:
         """Make ``key`` the last to leave."""
-        self._require(key)
-        self._order.move_to_end(key)
+        try:
+            self._order.move_to_end(key)
+        except KeyError:
+            raise _unknown(key) from None
+
+
+def _unknown(key: PageKey) -> KeyError:
+    return KeyError(f"page {key.hex()[:12]} is no candidate")

@@ -55,20 +55,17 @@ class SlotPool:
         """The same, ``(slot, layer, kind, token, head, channel)``."""
         self._free_flags = bytearray(b"\1") * num_slots  # one slot's flag is quicker than in numpy
         self._is_free = np.frombuffer(self._free_flags, dtype=np.bool_)  # the same bytes
-        self._num_free = num_slots
+        self.num_free = num_slots
+        """Slots that can be allocated."""
         self._free = list(range(num_slots))  # a heap; slots taken from its middle stay as stale
-        self._pins = [0] * num_slots
+        self.pins = [0] * num_slots
+        """How often each slot is pinned; to be changed by ``pin`` and ``unpin`` only."""
         self._num_pinned = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots; constant."""
         return int(self.array.nbytes)
-
-    @property
-    def num_free(self) -> int:
-        """Slots that can be allocated."""
-        return self._num_free
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take ``count`` free slots, consecutive ones where there are such.
@@ -80,23 +77,31 @@ class SlotPool:
         Raises:
             PoolExhaustedError: Fewer are free; nothing has changed.
         """
-        if count > self._num_free:
+        if count > self.num_free:
             raise PoolExhaustedError(
-                f"{count} slots were asked for, but only {self._num_free} of {self.num_slots} "
+                f"{count} slots were asked for, but only {self.num_free} of {self.num_slots} "
                 "are free"
             )
         slots = self._choose(count, after) if count else []
         for slot in slots:
             self._free_flags[slot] = False
-        self._num_free -= count
+        self.num_free -= count
         return slots
+
+    def allocate_one(self) -> int:
+        """Take one free slot, where there is one."""
+        assert self.num_free, "no slot is free"
+        slot = self._first_free()
+        self._free_flags[slot] = False
+        self.num_free -= 1
+        return slot
 
     def free(self, slot: int) -> None:
         """Give an allocated, unpinned slot back."""
         assert not self._free_flags[slot], f"slot {slot} is free already"
-        assert self._pins[slot] == 0, f"slot {slot} is pinned"
+        assert self.pins[slot] == 0, f"slot {slot} is pinned"
         self._free_flags[slot] = True
-        self._num_free += 1
+        self.num_free += 1
         heapq.heappush(self._free, slot)
         if len(self._free) > 2 * self.num_slots:
             self._free = np.flatnonzero(self._is_free).tolist()  # sorted, so a heap
@@ -104,18 +109,18 @@ class SlotPool:
     def pin(self, slot: int) -> None:
         """Protect the slot's residency until ``unpin``; pins count."""
         assert not self._free_flags[slot], f"slot {slot} is free"
-        self._num_pinned += not self._pins[slot]
-        self._pins[slot] += 1
+        self._num_pinned += not self.pins[slot]
+        self.pins[slot] += 1
 
     def unpin(self, slot: int) -> None:
         """Take one pin back."""
-        assert self._pins[slot] > 0, f"slot {slot} is not pinned"
-        self._pins[slot] -= 1
-        self._num_pinned -= not self._pins[slot]
+        assert self.pins[slot] > 0, f"slot {slot} is not pinned"
+        self.pins[slot] -= 1
+        self._num_pinned -= not self.pins[slot]
 
     def is_pinned(self, slot: int) -> bool:
         """Whether somebody uses the slot now."""
-        return self._pins[slot] > 0
+        return self.pins[slot] > 0
 
     @property
     def num_pinned(self) -> int:
@@ -140,11 +145,16 @@ class SlotPool:
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the free slots, their heap and the pins contradict."""
-        assert self._num_free == int(np.count_nonzero(self._is_free))
+        assert self.num_free == int(np.count_nonzero(self._is_free))
         assert set(np.flatnonzero(self._is_free).tolist()) <= set(self._free)
-        assert min(self._pins) >= 0
-        assert self._num_pinned == sum(pins > 0 for pins in self._pins)
-        assert not any(self._pins[slot] for slot in np.flatnonzero(self._is_free))
+        assert min(self.pins) >= 0
+        assert self._num_pinned == sum(pins > 0 for pins in self.pins)
+        assert not any(self.pins[slot] for slot in np.flatnonzero(self._is_free))
+
+    def _first_free(self) -> int:
+        while not self._free_flags[slot := heapq.heappop(self._free)]:
+            pass
+        return slot
 
     def _choose(self, count: int, after: int | None) -> list[int]:
         if after is not None:
@@ -152,9 +162,7 @@ class SlotPool:
             if len(following) == count and following.all():
                 return list(range(after + 1, after + 1 + count))
         if count == 1:
-            while not self._free_flags[slot := heapq.heappop(self._free)]:
-                pass
-            return [slot]
+            return [self._first_free()]
         free = np.flatnonzero(self._is_free)
         starts = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
         first = int(starts[0]) if len(starts) else 0

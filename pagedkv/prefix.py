@@ -4,7 +4,7 @@ import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ Tokens = npt.NDArray[np.int32]
 _FRAME = struct.Struct("<I")
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PageKeys(Sequence[PageKey]):
     """The keys of consecutive full pages of one token sequence, with what they were made of.

@@ -24,9 +24,9 @@ class RecentKeys:
     def __contains__(self, key: object) -> bool:
         return key in self._young or key in self._old
 
-    def among(self, keys: set[PageKey]) -> set[PageKey]:
+    def among(self, keys: Sequence[PageKey]) -> set[PageKey]:
         """Those of ``keys`` that were seen."""
-        return (keys & self._young) | (keys & self._old)
+        return self._young.intersection(keys) | self._old.intersection(keys)
 
     def add(self, keys: Sequence[PageKey]) -> None:
         """See ``keys``, the last of them last."""

@@ -73,6 +73,7 @@ class _Tally:
     moved: int = 0
     removed: int = 0
     hopeless: set[Place] = field(default_factory=set)
+    left: dict[tuple[int, EvictionReason], list[PageKey]] = field(default_factory=dict)
 
 
 class Reclaimer:
@@ -131,6 +132,7 @@ class Reclaimer:
                     self._give_up(candidate, reason, keep, tally)
                     if is_enough():
                         break
+        self._remember(tally.left)
         return CollectReport(
             nbytes_before=before,
             nbytes_after=self._space.nbytes,
@@ -196,7 +198,9 @@ class Reclaimer:
         try:
             # Who holds a page from now on has found it elsewhere: what is to keep is complete.
             keys = {key for held, key in keep() if held == number}
-            kept = ~one.dead & [key in keys for key in one.segment.keys]
+            kept = np.array(
+                [key in keys and self._is_last(number, key) for key in one.segment.keys]
+            )
             wishes = (wanted for wanted in (kept | one.hot, kept) if self._is_worth(one, wanted))
             moved = next((wanted for wanted in wishes if self._move(one, wanted)), None)
         except BaseException:
@@ -213,28 +217,34 @@ class Reclaimer:
             self._contents.drop(one.place)
         self._reader.forget(one.segment)
         self._space.free(freed, lane)
-        held = np.array([key is not None for key in one.segment.keys])
-        self._remember(one, EvictionReason.DEAD_PARENT, held & one.dead & ~moved)
-        self._remember(one, reason, held & ~one.dead & ~moved)
-        tally.evicted += int((held & ~moved).sum())
-        tally.dead += int((held & one.dead & ~moved).sum())
+        index = self._contents.indexes[number]
+        for row, key in enumerate(one.segment.keys):
+            if key is not None and not moved[row]:
+                tally.evicted += 1
+                tally.dead += int(one.dead[row])
+                if key not in index:
+                    why = EvictionReason.DEAD_PARENT if one.dead[row] else reason
+                    tally.left.setdefault((number, why), []).append(key)
         tally.moved += int(moved.sum())
         tally.removed += 1
 
-    def _remember(self, one: _Candidate, reason: EvictionReason, rows: Bools) -> None:
-        """Note in the eviction ring which pages left, if there is room for it."""
-        keys = [key for key, left in zip(one.segment.keys, rows, strict=True) if left and key]
-        if not keys:
-            return
-        path = self._contents.groups[self._lane, one.place[1]].path / EVICTED
-        before = sum(files.file_sizes(path).values())
-        try:
-            self._space.reserve(2 * EVICTED_NBYTES)
-        except StoreFullError:
-            return
-        EvictionRing(path).add(keys, reason, time.time_ns())
-        after = sum(files.file_sizes(path).values())
-        self._space.release(2 * EVICTED_NBYTES, written=after - before)
+    def _remember(self, left: dict[tuple[int, EvictionReason], list[PageKey]]) -> None:
+        """Note in the own lane's eviction rings which pages left, if there is room for it."""
+        for (number, reason), keys in left.items():
+            path = self._contents.groups[self._lane, number].path / EVICTED
+            before = sum(files.file_sizes(path).values())
+            try:
+                self._space.reserve(EVICTED_NBYTES)
+            except StoreFullError:
+                continue
+            EvictionRing(path).add(keys, reason, time.time_ns())
+            growth = sum(files.file_sizes(path).values()) - before
+            self._space.release(EVICTED_NBYTES, written=growth)
+
+    def _is_last(self, number: int, key: PageKey | None) -> bool:
+        """Whether the own lane has no other copy of the page; those elsewhere may vanish."""
+        other = None if key is None else self._contents.indexes[number].get(key)
+        return other is None or other.lane != self._lane
 
     def _is_worth(self, one: _Candidate, wanted: Bools) -> bool:
         """Whether giving the segment up frees more than writing these of its pages again takes."""

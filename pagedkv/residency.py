@@ -1,12 +1,12 @@
 """``Residency``: which page is in which slot, who holds it, and which may leave."""
 
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 
 from pagedkv.format import StoreRow
+from pagedkv.lock import CacheLock
 from pagedkv.page import Page, PageState
 from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
@@ -15,35 +15,6 @@ from pagedkv.spill import SpillFile
 from pagedkv.stats import Counters
 
 _READY, _LOADING = PageState.READY, PageState.LOADING
-
-
-class Unlocked:
-    """``with unlocked:`` lets go of a lock inside the block, and has it again behind it."""
-
-    def __init__(self, lock: threading.Condition) -> None:
-        self._lock = lock
-        self.count = 0
-        """How many blocks have begun: what was true before one may not be true afterwards."""
-
-    def __enter__(self) -> None:
-        self.count += 1
-        self._lock.release()
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._lock.acquire()
-        except BaseException:  # Ctrl-C in the midst of it: the code around the block needs the lock
-            while not self._is_mine():
-                with suppress(BaseException):
-                    self._lock.acquire()
-            raise
-
-    def _is_mine(self) -> bool:
-        try:
-            self._lock.notify(0)
-        except RuntimeError:
-            return False
-        return True
 
 
 class Residency:
@@ -57,8 +28,7 @@ class Residency:
         spec: Geometry of a page.
         pool: The slots.
         policy: Ranks what may leave; must be empty.
-        lock: The cache's lock; notified of every finished move. It knows its owner (an ``RLock``
-            inside), but is never taken twice.
+        lock: The cache's lock; notified of every finished move.
         counters: The cache's counters.
     """
 
@@ -68,15 +38,13 @@ class Residency:
         spec: KVSpec,
         pool: SlotPool,
         policy: EvictionPolicy,
-        lock: threading.Condition,
+        lock: CacheLock,
         counters: Counters,
     ) -> None:
         self.spec = spec
         self.pool = pool
         self.lock = lock
         self.counters = counters
-        self.unlocked = Unlocked(lock)
-        """Let go of the lock inside a ``with`` block."""
         self.index: dict[PageKey, Page] = {}
         """Pages with a key that are resident, or held by a sequence."""
         self.num_held = 0
@@ -97,22 +65,17 @@ class Residency:
         self._owner: list[Page | None] = [None] * pool.num_slots
         self._held: OrderedDict[Page, None] = OrderedDict()  # resident and of a live sequence
 
-    def wait(self) -> None:
-        """Let go of the lock until something has changed."""
-        self.unlocked.count += 1
-        self.lock.wait()
-
     def wait_ready(self, pages: Iterable[Page]) -> None:
         """Wait until no other thread moves any of these pages: before they change, or are freed."""
         pages = tuple(pages)
         while any(page.state is not _READY for page in pages):
-            self.wait()
+            self.lock.wait()
 
     def wait_readable(self, pages: Iterable[Page]) -> None:
         """Wait until none of these pages is on its way into its slot."""
         pages = tuple(pages)
         while any(page.state is _LOADING for page in pages):
-            self.wait()
+            self.lock.wait()
 
     # -- holders and pins --------------------------------------------------------------------
 
@@ -176,7 +139,7 @@ class Residency:
             for page in pages:
                 self.pin(page)
                 pinned.append(page)
-            with self.unlocked:
+            with self.lock.unlocked:
                 yield
         finally:
             self.num_copying -= 1
@@ -208,11 +171,19 @@ class Residency:
         self.num_moving += (state is not _READY) - (page.state is not _READY)
         page.state = state
 
+    def begin_writing(self, pages: Sequence[Page]) -> None:
+        """Begin to write pages that nobody moves."""
+        for page in pages:
+            page.state = PageState.WRITING
+            self.num_moving += 1
+
     def publish(self, pages: Iterable[Page]) -> None:
         """End the ``LOADING`` or ``WRITING`` of pages; what nobody holds is ranked in turn."""
         for page in pages:
-            self.set_state(page, _READY)
-            self._settle(page)
+            self.num_moving -= page.state is not _READY
+            page.state = _READY
+            if not page.ref_count:
+                self._settle(page)
         self.lock.notify_all()
 
     def withdraw(self, pages: Iterable[Page]) -> None:
@@ -231,11 +202,45 @@ class Residency:
             self.num_dirty -= change
         page.row, page.exact = row, exact
 
+    def add_cached(self, page: Page, slot: int) -> None:
+        """Put a fresh page with a key, and no row, into a slot that has its bytes already."""
+        assert page.key is not None
+        page.slot = slot
+        self._owner[slot] = page
+        self.index[page.key] = page
+        page.ranked = True
+        self._policy.add(page.key)
+        self.num_dirty += 1
+        self.lock.notify_all()
+
+    def take_over(self, page: Page) -> int:
+        """Evict a cached page that may leave; its slot, which stays allocated."""
+        slot, key = page.slot, page.key
+        assert slot is not None
+        assert key is not None
+        self.counters.num_pages_evicted += 1
+        if page.row is None:
+            self.counters.num_pages_dropped += 1
+            self.num_dirty -= 1
+        else:
+            self.num_clean -= 1
+        page.ranked = False
+        self._policy.discard(key)
+        del self.index[key]
+        page.slot = self._owner[slot] = None
+        return slot
+
     def front(self, count: int) -> list[Page]:
         """The next ``count`` pages to leave, those included that are being written."""
-        pool, index = self.pool, self.index
-        pages = (index[key] for key in self._policy.victims())
-        return list(islice((p for p in pages if not pool.is_pinned(_slot(p))), count))
+        found: list[Page] = []
+        pins, index = self.pool.pins, self.index
+        for key in self._policy.victims():
+            page = index[key]
+            if not pins[page.slot]:  # type: ignore[index] # candidates have slots
+                found.append(page)
+                if len(found) == count:
+                    break
+        return found
 
     def dirty_front(self, count: int) -> list[Page]:
         """Of the pages that may leave the next ``count`` that the store does not have."""
@@ -262,7 +267,8 @@ class Residency:
         if page.ref_count == 0 and page.row is None:
             self.counters.num_pages_dropped += 1
         self._unplace(page)
-        self._settle(page)
+        if page.ref_count == 0 and page.key is not None:
+            del self.index[page.key]
 
     def free_spill(self, page: Page) -> None:
         """Give the page's spill record back, if it has one."""
@@ -305,26 +311,30 @@ class Residency:
                 if self.index.get(page.key) is page:
                     del self.index[page.key]
             elif not page.ranked:
-                page.ranked = True
-                self._policy.add(page.key)
-                if page.row is None:
-                    self.num_dirty += 1
-                else:
-                    self.num_clean += 1
+                self._rank(page)
         elif page.slot is None or not self.pool.is_pinned(page.slot):
             self.free_spill(page)
             if page.slot is not None:
                 self._unplace(page)
 
     def _unplace(self, page: Page) -> None:
-        assert page.slot is not None
-        slot = page.slot
+        slot = _slot(page)
         if page.ranked:
             self._unrank(page)
-        self._held.pop(page, None)
+        elif page.ref_count:
+            self._held.pop(page, None)
         self._owner[slot] = None
         page.slot = None
         self.pool.free(slot)
+
+    def _rank(self, page: Page) -> None:
+        assert page.key is not None
+        page.ranked = True
+        self._policy.add(page.key)
+        if page.row is None:
+            self.num_dirty += 1
+        else:
+            self.num_clean += 1
 
     def _unrank(self, page: Page) -> None:
         assert page.key is not None

@@ -90,9 +90,28 @@ class Room:
             if self._pool.num_free >= at_least:
                 count = min(count, self._pool.num_free)
             elif self.places.num_moving or self.places.num_copying:
-                self.places.wait()
+                self.places.lock.wait()
             else:
                 raise self._exhausted(at_least)
+
+    def take_quickly(self) -> int | None:
+        """One slot that is free, or held by a clean page that is the next to leave; else None.
+
+        Does not let go of the lock.
+        """
+        can_write = self.moves.can_write
+        if self._pool.num_free:
+            slot = self._pool.allocate_one()
+        else:
+            for page in self.places.front(1):
+                if page.state is PageState.READY and (page.row is not None or not can_write):
+                    slot = self.places.take_over(page)
+                    break
+            else:
+                return None
+        if can_write and self._is_low():
+            self.writer.hint()
+        return slot
 
     def take_some(
         self, count: int, after: Page | None = None, *, forget: bool = False
@@ -154,7 +173,7 @@ class Room:
     def _is_low(self) -> bool:
         """Whether so few slots are free, or clean, that pages should be written ahead."""
         places = self.places
-        return places.num_dirty > 0 and self._pool.num_free + places.num_clean < self._num_ahead
+        return self._pool.num_free + places.num_clean < self._num_ahead and places.num_dirty > 0
 
     def _write_ahead(self) -> bool:
         """Write the next pages to leave, in the writer's thread; whether more should follow."""
@@ -170,12 +189,20 @@ class Room:
         """
         error = None if ticket is None else self.writer.error_since(ticket)
         if error is None:
-            number = self.writer.ask()
-            self.places.wait()
-            return number if ticket is None else ticket
-        may_forget = isinstance(error, StoreFullError) or (forget and isinstance(error, StoreError))
-        pages = [page for page in self.places.front(count) if page.state is PageState.READY]
-        if not may_forget or not pages:
+            if ticket is None:
+                ticket = self.writer.ask()
+            else:
+                self.writer.ask_again()
+            self.places.lock.wait()
+            return ticket
+        if not (isinstance(error, StoreFullError) or (forget and isinstance(error, StoreError))):
+            raise error
+        front = self.places.front(count)
+        pages = [page for page in front if page.state is PageState.READY]
+        if front and not pages:  # the writer tries again
+            self.places.lock.wait()
+            return ticket
+        if not front:
             raise error
         _LOG.warning("cannot write, forgetting cached pages: %s", error)
         for page in pages:

@@ -29,6 +29,7 @@ class RowWriter:
         self._lane = lane
         self._reclaimer = Reclaimer(contents, space, reader, lane, self._commit)
         self._reclaiming = threading.Lock()
+        self._protected: Keep = _none
 
     def write(self, number: int, source: SegmentSource, keep: Keep | None) -> None:
         """Write pages of a spec durably, and make them known.
@@ -51,16 +52,30 @@ class RowWriter:
             return
         with self._reclaiming:
             if nbytes <= bound and not self._has_room(nbytes):
+                # More than is needed now: to choose what leaves is dear.
+                ahead = bound // 32
                 self._reclaimer.collect(
-                    lambda: self._has_room(nbytes), EvictionReason.CAPACITY, keep or _none
+                    lambda: self._has_room(nbytes + ahead),
+                    EvictionReason.CAPACITY,
+                    self._with_protected(keep),
                 )
 
     def collect(self, max_nbytes: int, keep: Keep | None = None) -> CollectReport:
         """Give up old pages until the store takes no more than ``max_nbytes``."""
         with self._reclaiming:
             return self._reclaimer.collect(
-                lambda: self._space.nbytes <= max_nbytes, EvictionReason.GC, keep or _none
+                lambda: self._space.nbytes <= max_nbytes,
+                EvictionReason.GC,
+                self._with_protected(keep),
             )
+
+    def protect(self, keep: Keep) -> None:
+        """Never give up what ``keep`` names, whoever asks for room."""
+        self._protected = keep
+
+    def _with_protected(self, keep: Keep | None) -> Keep:
+        protected = self._protected
+        return protected if keep is None else lambda: {*keep(), *protected()}
 
     def _write_nbytes(self, number: int, source: SegmentSource) -> int:
         """How much writing these pages puts on the disk at most."""
@@ -71,7 +86,9 @@ class RowWriter:
 
     def _has_room(self, nbytes: int) -> bool:
         room, bound = self._space.room(), self._space.max_nbytes
-        return room is None or bound is None or room >= nbytes + bound // 16
+        if room is None or bound is None:
+            return True
+        return room >= nbytes + max(0, bound - self._space.scratch_nbytes) // 16
 
     def _commit(self, number: int, source: SegmentSource) -> None:
         """Write pages into new segments of the own lane, and make them known."""

@@ -260,13 +260,17 @@ class Sequence:
         self._check_usable()
         self._check_even("fork")
         child = Sequence(self._cache, self._groups, self._salt, self._extra)
-        for number, group in enumerate(self._groups):
-            group.share(self._tables[number])
-            child._tables[number] = list(self._tables[number])
-            child._keys[number] = list(self._keys[number])
-        child._tokens = self._tokens
-        child._filled = list(self._filled)
-        self._cache.adopt(child)
+        try:
+            for number, group in enumerate(self._groups):
+                group.share(self._tables[number])
+                child._tables[number] = list(self._tables[number])
+                child._keys[number] = list(self._keys[number])
+            child._tokens = self._tokens
+            child._filled = list(self._filled)
+            self._cache.adopt(child)
+        except BaseException:
+            child.close()
+            raise
         return child
 
     def truncate(self, num_tokens: int) -> None:
@@ -328,16 +332,20 @@ class Sequence:
         self._tokens = tokens[: num_pages * self._page_tokens]
         self._filled = [len(self._tokens)] * len(self._filled)
 
-    def resume_tail(self, tokens: Tokens) -> None:
-        """Take the longest saved tail that goes on with ``tokens`` from the store."""
+    def resume_tail(self, tokens: Tokens, *, refresh: bool) -> None:
+        """Take the longest saved tail that goes on with ``tokens`` from the store.
+
+        Args:
+            tokens: Ids of the prompt.
+            refresh: Look what other processes have stored, if there is none.
+        """
         start = self.num_tokens
-        for count in range(min(len(tokens) - start, self._page_tokens - 1), 0, -1):
-            tail = tokens[start : start + count]
-            keys = [self._next_key(number, tail) for number in range(len(self._groups))]
-            if all(group.is_stored(key) for group, key in zip(self._groups, keys, strict=True)):
-                break
-        else:
+        found = self._find_tail(tokens, start)
+        if found is None and refresh and start < len(tokens) and self._groups[0].refresh():
+            found = self._find_tail(tokens, start)
+        if found is None:
             return
+        count, keys = found
         pages: list[Page] = []
         try:
             for table, group, key in zip(self._tables, self._groups, keys, strict=True):
@@ -361,6 +369,15 @@ class Sequence:
         return tuple(self._tables[number])
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _find_tail(self, tokens: Tokens, start: int) -> tuple[int, list[PageKey]] | None:
+        """Length and keys of the longest stored tail of ``tokens`` behind ``start``."""
+        for count in range(min(len(tokens) - start, self._page_tokens - 1), 0, -1):
+            tail = tokens[start : start + count]
+            keys = [self._next_key(number, tail) for number in range(len(self._groups))]
+            if all(group.is_stored(key) for group, key in zip(self._groups, keys, strict=True)):
+                return count, keys
+        return None
 
     def _reserve(self, number: int, start: int, stop: int) -> None:
         """Make the pages of tokens ``start..stop`` of one group exist, and writable."""

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,6 +76,7 @@ class PageStore:
         self._header = header
         self._contents = Contents(path, header)
         self._files = PageReader(num_threads=read_threads, direct=direct)
+        weakref.finalize(self, self._files.close).atexit = False
         self._rows = RowReader(self._contents, self._files)
         self._read_deadline = read_deadline
         self._lock = threading.Lock()
@@ -152,9 +154,10 @@ class PageStore:
             return make(header, None)
         with open_stores.opening, files.translated(place, "write to the store"):
             open_stores.require_no_writer(place)
-            with files.locked(place):  # nobody measures lanes without an owner meanwhile
-                lane_lock = LaneLock.take(place)
+            lane_lock: LaneLock | None = None
             try:
+                with files.locked(place):  # nobody measures lanes without an owner meanwhile
+                    lane_lock = LaneLock.take(place)
                 root.mend(place, header)
                 lane_lock.clean()
                 if bound is not None and bound != header.max_nbytes:
@@ -163,7 +166,8 @@ class PageStore:
                 keep_tokens = store_tokens and header.store_tokens
                 return make(replace(header, store_tokens=keep_tokens), lane_lock)
             except BaseException:
-                lane_lock.release()
+                if lane_lock is not None:
+                    lane_lock.release()
                 raise
 
     @property
@@ -227,6 +231,14 @@ class PageStore:
     def scratch_nbytes(self) -> int:
         """Bytes of scratch files on disk, as the cache reports them; counted in ``nbytes``."""
         return self._space.scratch_nbytes
+
+    def protect(self, keep: Keep) -> None:
+        """Never give up the pages that ``keep`` names, group and key: a cache's live sequences.
+
+        Args:
+            keep: Called without locks whenever room must be made.
+        """
+        self._own_writer().protect(keep)
 
     def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
         """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.
@@ -483,8 +495,16 @@ class PageStore:
     def _prepare(self, lane: int) -> None:
         """Make the own lane ready to be written."""
         groups = [self._contents.groups[lane, number] for number in range(len(self.specs))]
+        for group in groups:
+            group.clean()
+        self._space.measure()
+        self._writer = RowWriter(self._contents, self._space, self._files, lane)
         nbytes = sum(group.missing_nbytes() for group in groups)
-        self._space.reserve(nbytes)
+        try:
+            self._space.reserve(nbytes)
+        except StoreFullError:
+            self._writer.make_room(nbytes)
+            self._space.reserve(nbytes)
         try:
             for group in groups:
                 group.prepare()
@@ -493,7 +513,6 @@ class PageStore:
             files.sync_dir(self.path)
         finally:
             self._space.measure(nbytes)
-        self._writer = RowWriter(self._contents, self._space, self._files, lane)
 
     def _source(
         self, group: int, entries: Sequence[PageEntry], arrays: PageArrays, numbers: list[int]

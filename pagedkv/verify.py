@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pagedkv import files
 from pagedkv.findings import Finding, VerifyReport
-from pagedkv.format import CATALOG, METADATA, Geometry, group_name, lane_name
+from pagedkv.format import CATALOG, METADATA, Geometry, group_name, lane_name, lane_number
 from pagedkv.header import StoreHeader
 from pagedkv.lane_access import is_in_use, lane_locked
 from pagedkv.lane_lock import lanes_of
@@ -95,7 +95,7 @@ class _Walk:
             for name, nbytes in files.file_sizes(array).items()
             if name.startswith("c.")
         )
-        self._names(self.root, {METADATA, *map(lane_name, lanes)})
+        self._names(self.root, lambda name: lane_number(name) is not None, folders=True)
         self._settle(root_leftovers(self.root), True, lambda: remove_root_leftovers(self.root))
         for lane in lanes:
             self._lane(lane, header)
@@ -105,9 +105,10 @@ class _Walk:
         with lane_locked(path) if self._repair else contextlib.nullcontext(False) as locked:
             if not locked and is_in_use(path):
                 self.busy_lanes.append(lane)
-            self._names(path, {METADATA, *map(group_name, header.specs)})
+            groups = set(map(group_name, header.specs))
+            self._names(path, groups.__contains__, folders=True)
             node = LaneNode(root=self.root, lane=lane, header=header)
-            self._settle(self._stable(node.check, lane), locked, node.mend)
+            self._settle(self._stable(node.check, lane, locked), locked, node.mend)
             for group, (spec, rows) in enumerate(
                 zip(header.specs, header.segment_rows, strict=True)
             ):
@@ -123,14 +124,13 @@ class _Walk:
                     self._group(nodes, locked)
 
     def _group(self, nodes: GroupNodes, locked: bool) -> None:
-        self._names(nodes.path, {METADATA, *nodes.arrays})
-        self._settle(self._stable(nodes.check, nodes.lane), locked, nodes.mend)
+        self._names(nodes.path, nodes.arrays.__contains__, folders=True)
+        self._settle(self._stable(nodes.check, nodes.lane, locked), locked, nodes.mend)
         for array in nodes.arrays:
-            names = {METADATA, *nodes.chunks(array).values()}
-            self._names(nodes.path / array, names)
-        self._settle(self._stable(nodes.check_ring, nodes.lane), locked, nodes.mend_ring)
-        if nodes.lane not in self.busy_lanes:
-            self._settle(nodes.leftovers(), locked, nodes.remove_leftovers)
+            is_chunk = functools.partial(nodes.is_chunk, array)
+            self._names(nodes.path / array, is_chunk, folders=False)
+        self._settle(self._stable(nodes.check_ring, nodes.lane, locked), locked, nodes.mend_ring)
+        self._settle(self._leftovers(nodes, locked), locked, nodes.remove_leftovers)
         for number in sorted(nodes.chunks(CATALOG)):
             place = SegmentPlace(
                 root=self.root,
@@ -149,24 +149,50 @@ class _Walk:
                 self._settle(check.findings, mendable, functools.partial(mend_segment, check))
 
     def _segment(self, place: SegmentPlace, locked: bool) -> SegmentCheck | None:
-        """Check a segment; in a lane in use again, lest a change in between look like damage."""
+        """Check a segment; what is found is looked at again, unless the lane is locked.
+
+        Somebody may have been changing it: its pages may have been evicted meanwhile.
+        """
+        check = self._read(place)
         for _ in range(_RECHECKS):
-            check = check_segment(place)
-            self._count(check.nbytes)
-            if not check.findings or locked or not is_in_use(place.path.parent):
-                return check
-            time.sleep(_RECHECK_SECONDS)
+            if locked or not check.findings:
+                break
+            if is_in_use(place.path.parent):
+                time.sleep(_RECHECK_SECONDS)
             if not files.exists(place.catalog):
-                return None  # its pages were evicted, or moved to another segment
+                return None
+            before, check = check, self._read(place)
+            if before.findings == check.findings and not is_in_use(place.path.parent):
+                break
         return check
 
-    def _stable(self, check: Callable[[], list[Finding]], lane: int) -> list[Finding]:
-        """What a check finds; in a lane in use it is repeated, as in ``_segment``."""
+    def _read(self, place: SegmentPlace) -> SegmentCheck:
+        check = check_segment(place)
+        self._count(check.nbytes)
+        return check
+
+    def _stable(self, check: Callable[[], list[Finding]], lane: int, locked: bool) -> list[Finding]:
+        """What a check finds; it is repeated as in ``_segment``."""
         findings = check()
-        for _ in range(_RECHECKS if lane in self.busy_lanes else 0):
-            if findings:
+        for _ in range(_RECHECKS):
+            if locked or not findings:
+                break
+            if is_in_use(self.root / lane_name(lane)):
                 time.sleep(_RECHECK_SECONDS)
-                findings = check()
+            before, findings = findings, check()
+            if before == findings and not is_in_use(self.root / lane_name(lane)):
+                break
+        return findings
+
+    def _leftovers(self, nodes: GroupNodes, locked: bool) -> list[Finding]:
+        """What is left over; nothing in a lane whose writer may be at work on it."""
+        findings = nodes.leftovers()
+        if not locked and findings:
+            time.sleep(_RECHECK_SECONDS)
+            again = nodes.leftovers()
+            findings = [finding for finding in findings if finding in again]
+            if nodes.lane in self.busy_lanes or is_in_use(nodes.path.parent):
+                return []
         return findings
 
     def _settle(
@@ -186,11 +212,12 @@ class _Walk:
                 findings = [replace(finding, repaired=True) for finding in findings]
         self.findings += findings
 
-    def _names(self, folder: Path, known: set[str]) -> None:
-        """Take down what is in a folder and not the store's."""
+    def _names(self, folder: Path, is_known: Callable[[str], bool], *, folders: bool) -> None:
+        """Take down what is in a folder and not the store's: that is files or folders."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for name in files.names(folder):
-                if name not in known and not name.startswith(files.TEMP_PREFIX):
+                is_ours = is_known(name) and files.is_folder(folder / name) == folders
+                if not (is_ours or name == METADATA or name.startswith(files.TEMP_PREFIX)):
                     self.foreign.append(str((folder / name).relative_to(self.root)))
 
     def _count(self, nbytes: int) -> None:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 
 from pagedkv.errors import ClosedError, StoreFullError
+from pagedkv.lock import CacheLock
 
 _LINGER_S = 1.0
 """How long the thread waits for more to do. Then it ends, so that a cache that was dropped without
@@ -24,7 +25,7 @@ class Writer:
         name: Of the thread.
     """
 
-    def __init__(self, lock: threading.Condition, work: Callable[[], bool], name: str) -> None:
+    def __init__(self, lock: CacheLock, work: Callable[[], bool], name: str) -> None:
         self._lock = lock
         self._work = work
         self._name = name
@@ -58,6 +59,11 @@ class Writer:
         else:
             self._lock.notify_all()
         return self._num_begun
+
+    def ask_again(self) -> None:
+        """``ask``, unless a batch is on its way."""
+        if self._is_closed or self.is_idle:
+            self.ask()
 
     def hint(self) -> None:
         """Have a batch written unless one is on its way, or the last one failed."""

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.format import PageEntry
+from pagedkv.evictions import EVICTED_NBYTES
+from pagedkv.format import EVICTED, PageEntry
 from pagedkv.memory import PageArrays
 from pagedkv.spec import KVSpec, PageKey
 
@@ -73,6 +74,18 @@ def make_entries(spec: KVSpec, count: int, start: int = 0, **changes: Any) -> li
 
 def empty_like(pages: Iterable[Array]) -> list[Array]:
     return [np.full(page.shape, 7, page.dtype) for page in pages]
+
+
+def chunk_nbytes(path: Path) -> int:
+    """Bytes of all chunks and segments of the store's pages on disk."""
+    chunks = path.glob("lane-*/group-*/*/c.*")
+    return sum(p.stat().st_size for p in chunks if p.parent.name != EVICTED)
+
+
+def make_eviction_rings(path: Path) -> None:
+    """Make the rings of a closed store, so that the first eviction takes no more room."""
+    for folder in path.glob(f"lane-*/group-*/{EVICTED}"):
+        (folder / "c.0.0").write_bytes(bytes(EVICTED_NBYTES))
 
 
 def bits(array: Array) -> bytes:

@@ -115,7 +115,7 @@ def test_a_ring_that_cannot_be_written_is_only_logged(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_all", fail)
+    monkeypatch.setattr(files, "pwrite_all", fail)
     with caplog.at_level(logging.WARNING, "pagedkv"):
         ring.add([make_key(2)], EvictionReason.GC, 6)
     assert "No space left" in caplog.text

@@ -153,7 +153,7 @@ def test_pages_of_odd_size_survive_many_evictions(
             assert bits(cache.get([keys[n] for n in some])) == bits(pages[some])
         cache.put(keys, pages)
         assert bits(cache.get(keys)) == bits(pages)
-        assert cache.stats().num_pages_evicted > 50
+        assert cache.stats().num_pages_evicted > 30
     with pk.PagedKVCache(spec, 7, pk.PageStore.open(tmp_path / "cache.zarr")) as cache:
         assert bits(cache.get(keys)) == bits(pages)
 
@@ -192,7 +192,7 @@ def test_an_evicted_page_leaves_no_trace_and_can_be_put_again(
                 assert len(views) == 1
                 check_ranking(cache)
             check_ranking(cache)
-        assert cache.stats().num_pages_evicted > 50
+        assert cache.stats().num_pages_evicted > 30
 
 
 @pytest.mark.parametrize("policy", [pk.LRU, pk.FIFO])

@@ -13,9 +13,9 @@ def test_what_was_seen_is_remembered_until_it_is_forgotten() -> None:
     recent.add(KEYS[:3])
     assert KEYS[0] in recent
     assert KEYS[3] not in recent
-    assert recent.among(set(KEYS[1:6])) == set(KEYS[1:3])
+    assert recent.among(KEYS[1:6]) == set(KEYS[1:3])
     recent.discard({KEYS[1]})
-    assert recent.among(set(KEYS)) == {KEYS[0], KEYS[2]}
+    assert recent.among(KEYS) == {KEYS[0], KEYS[2]}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 10])
@@ -36,4 +36,4 @@ def test_keys_that_come_again_take_no_more_room() -> None:
     recent = RecentKeys(8)
     for _ in range(20):
         recent.add(KEYS[:3])
-    assert recent.among(set(KEYS)) == set(KEYS[:3])
+    assert recent.among(KEYS) == set(KEYS[:3])

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from store_samples import (
     Array,
+    chunk_nbytes,
     empty_like,
     make_entries,
+    make_eviction_rings,
     make_key,
     make_pages,
     make_smooth_pages,
@@ -28,6 +30,8 @@ from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
 from pagedkv.evictions import EvictionReason
 from pagedkv.format import StoreRow
 from pagedkv.lane import LaneGroup
+from pagedkv.reclaim import CollectReport
+from pagedkv.spec import PageKey
 from pagedkv.store import PageStore
 
 SPEC = make_spec()
@@ -52,9 +56,32 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(path: Path) -> Iterator[PageStore]:
-    with PageStore.open(path, SPEC, max_nbytes=BOUND) as store:
+    with open_bounded(path) as store:
         yield store
         store.check_invariants()
+
+
+def open_bounded(path: Path, specs: Any = SPEC, **options: Any) -> PageStore:
+    PageStore.open(path, specs, max_nbytes=BOUND, **options).close()
+    make_eviction_rings(path)
+    return PageStore.open(path)
+
+
+def give_up(store: PageStore, share: float) -> CollectReport:
+    """Collect until so much of the pages' bytes is free."""
+    return store.collect(store.nbytes - int(share * chunk_nbytes(store.path)))
+
+
+def make_room(store: PageStore, share: float, keep: Any) -> None:
+    """Ask for so much room that about so much of the pages must go."""
+    room = store._space.room()
+    assert room is not None
+    ahead = BOUND // 16 + BOUND // 32  # what is asked for beside
+    store.make_room(room + int(share * chunk_nbytes(store.path)) - ahead, keep)
+
+
+def held_keys(numbers: Sequence[int]) -> set[tuple[int, PageKey]]:
+    return {(0, make_key(number)) for number in numbers}
 
 
 def write(store: PageStore, numbers: Sequence[int], **options: Any) -> list[StoreRow]:
@@ -104,7 +131,7 @@ class TestOrder:
 
     def test_what_was_written_first_leaves_first(self, store: PageStore) -> None:
         write_segments(store, 0, 60)
-        report = store.collect(store.nbytes // 2)
+        report = give_up(store, 0.5)
         held = found(store)
         assert report.num_pages_evicted == 60 - len(held)
         assert 0 < len(held) < 60
@@ -114,7 +141,7 @@ class TestOrder:
         write_segments(store, 0, 60)
         used = [*range(0, 60, 8), *range(1, 60, 8), *range(2, 60, 8), *range(3, 60, 8)]
         use(store, used)  # every other segment
-        store.collect(store.nbytes * 6 // 10)
+        give_up(store, 0.4)
         held = found(store)
         assert set(used) <= set(held)
         assert len(held) < 50
@@ -125,7 +152,7 @@ class TestOrder:
         store.read(rows[:4], out)
         layer = empty_like([PAGES[8][0]] * 4)
         store.read_layer(rows[8:12], 0, layer)
-        store.collect(store.nbytes // 2)
+        give_up(store, 0.5)
         assert {0, 1, 2, 3, 8, 9, 10, 11} <= set(found(store))
 
     def test_hot_pages_of_a_cold_segment_are_written_again(
@@ -135,7 +162,7 @@ class TestOrder:
         hot = list(range(1, 60, 4))
         use(store, hot)
         before = num_segments(path)
-        report = store.collect(store.nbytes * 8 // 10)
+        report = give_up(store, 0.2)
         assert set(hot) <= set(found(store))
         assert report.num_pages_moved >= 5
         assert store.find(make_key(1)) != rows[1]
@@ -146,13 +173,13 @@ class TestOrder:
         assert set(hot) <= set(found(store))
 
     def test_moved_pages_are_durable_with_their_entries(self, path: Path) -> None:
-        with PageStore.open(path, SPEC, max_nbytes=BOUND) as store:
+        with open_bounded(path) as store:
             entries = make_entries(SPEC, 60)  # a chain
             entries = [*make_entries(SPEC, 1, parent=None), *entries[1:]]
             for at in range(0, 60, 4):
                 store.write(0, entries[at : at + 4], PAGES[at : at + 4])
             use(store, range(1, 60, 4))
-            assert store.collect(store.nbytes // 2).num_pages_moved >= 5
+            assert give_up(store, 0.5).num_pages_moved >= 5
             held = found(store)
         with PageStore.open(path, mode="r") as store:
             assert found(store) == held
@@ -168,7 +195,7 @@ class TestOrder:
         write_segments(store, 100, 140)
         rows = store.write(0, orphans, PAGES[:4])
         store.touch(rows)
-        report = store.collect(store.nbytes - 1)
+        report = give_up(store, 0.01)
         assert report.num_pages_dead == report.num_pages_evicted == 4
         assert found(store) == list(range(100, 140))
 
@@ -176,18 +203,18 @@ class TestOrder:
     def test_all_that_follow_a_missing_page_leave_before_all_others(self, store: PageStore) -> None:
         write_segments(store, 100, 140)
         store.write(0, make_entries(SPEC, 4, start=1), PAGES[1:5])  # page 0 is nowhere
-        report = store.collect(store.nbytes - 1)
+        report = give_up(store, 0.01)
         assert report.num_pages_dead == report.num_pages_evicted == 4
         assert found(store) == list(range(100, 140))
 
     def test_pages_that_follow_from_the_root_are_not_dead(self, path: Path) -> None:
         first = make_entries(SPEC, 1, parent=SPEC.root_key(), salt=b"tenant")
         chain = [*first, *make_entries(SPEC, 7, start=1)]
-        with PageStore.open(path, SPEC, max_nbytes=BOUND) as store:
+        with open_bounded(path) as store:
             write_segments(store, 100, 108)
             store.write(0, chain, PAGES[:8])
             use(store, range(8))
-            report = store.collect(store.nbytes - 1)
+            report = give_up(store, 0.01)
             assert report.num_pages_dead == 0
             assert found(store, range(8)) == list(range(8))
 
@@ -197,17 +224,17 @@ class TestOrder:
         write_segments(store, 100, 140)
         use(store, [0, 51, 53])
         use(store, range(101, 140, 2))
-        report = store.collect(store.nbytes - 1)
+        report = give_up(store, 0.01)
         assert report.num_pages_dead == 2
         assert found(store, [0, 1, 51, 53]) == [0]
 
     def test_segments_of_all_specs_may_leave(self, path: Path) -> None:
         specs = [SPEC, make_spec(group="windowed")]
-        with PageStore.open(path, specs, max_nbytes=BOUND) as store:
+        with open_bounded(path, specs) as store:
             store.write(1, ENTRIES[:8], PAGES[:8])
             write_segments(store, 8, 24)
             use(store, range(8, 24))
-            store.collect(store.nbytes * 7 // 10)
+            give_up(store, 0.3)
             assert store.find_rows([ENTRIES[n].key for n in range(8)], 1).max() == -1
             assert found(store) == list(range(8, 24))
             store.check_invariants()
@@ -226,19 +253,10 @@ class TestOrder:
         assert found(store) == list(range(40))
         assert min(again) > max(rows)
 
-    @pytest.mark.parametrize(
-        "codec",
-        [
-            "int8",
-            pytest.param(
-                "lossless",
-                marks=pytest.mark.xfail(strict=True, reason="nbytes are not those on the disk"),
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("codec", ["int8", "lossless"])
     def test_pages_of_every_codec_are_moved_as_they_are(self, path: Path, codec: str) -> None:
         pages = make_smooth_pages(SPEC, 40) if codec == "lossless" else PAGES
-        with PageStore.open(path, SPEC, codec=codec, max_nbytes=BOUND) as store:
+        with open_bounded(path, codec=codec) as store:
             for at in range(0, 40, 4):
                 store.write(0, ENTRIES[at : at + 4], pages[at : at + 4])
             hot = list(range(1, 40, 4))
@@ -249,7 +267,7 @@ class TestOrder:
                 return out
 
             before = read(store)
-            report = store.collect(store.nbytes * 8 // 10)
+            report = give_up(store, 0.2)
             assert report.num_pages_moved >= 3
             assert same_bits(read(store), before)
             store.check_invariants()
@@ -365,69 +383,66 @@ class TestBound:
 
 class TestKeep:
     def test_kept_pages_of_a_cold_segment_are_written_again(self, store: PageStore) -> None:
-        rows = write_segments(store, 0, 60)
-        report = store.collect(store.nbytes)
-        assert report.num_segments_removed == 0
+        write_segments(store, 0, 60)
         calls: list[int] = []
 
-        def keep() -> Collection[StoreRow]:
+        def keep() -> Collection[tuple[int, PageKey]]:
             calls.append(1)
-            return {rows[2], rows[5]}
+            return held_keys([2, 5])
 
-        store.make_room(BOUND - store.nbytes // 2, keep)
+        make_room(store, 0.5, keep)
         assert calls
         assert {2, 5} <= set(found(store))
         assert len(found(store)) < 60
 
     def test_it_is_not_asked_while_there_is_room(self, store: PageStore) -> None:
-        def keep() -> Collection[StoreRow]:
+        def keep() -> Collection[tuple[int, PageKey]]:
             raise AssertionError
 
         write_segments(store, 0, 40, keep=keep)
         store.make_room(1000, keep)
 
     def test_it_is_asked_without_a_lock(self, store: PageStore) -> None:
-        rows = write_segments(store, 0, 4)
+        write_segments(store, 0, 4)
         asked: list[int] = []
 
-        def keep() -> Collection[StoreRow]:
+        def keep() -> Collection[tuple[int, PageKey]]:
             other = threading.Thread(target=lambda: asked.append(len(found(store))))
             other.start()
             other.join(30)
             assert not other.is_alive()
             store.refresh()
-            return rows
+            return held_keys(range(4))
 
         write_segments(store, 4, 240, keep=keep)
         assert asked
 
-    def test_rows_of_others_that_are_kept_do_no_harm(self, store: PageStore) -> None:
-        others = [StoreRow(0, 0, 10**9), StoreRow(7, 0, 0), StoreRow(0, 5, 0), StoreRow(0, 0, 0)]
+    def test_pages_that_are_kept_but_not_there_do_no_harm(self, store: PageStore) -> None:
+        others = [(0, make_key(10**9)), (7, make_key(0))]
         write_segments(store, 0, 240, keep=lambda: others)
         assert store.nbytes <= BOUND
 
-    @pytest.mark.xfail(strict=True, reason="a page that was moved is kept under its old row only")
     def test_a_kept_page_outlives_any_number_of_collections(self, store: PageStore) -> None:
-        rows = write_segments(store, 0, 4)
+        write_segments(store, 0, 4)
         for first in range(4, NUM_PAGES, 4):
-            write_segments(store, first, first + 4, keep=lambda: rows)
+            write_segments(store, first, first + 4, keep=lambda: held_keys(range(4)))
             use(store, range(max(4, first - 200), first + 4))  # all others are hotter
             assert store.find_rows([make_key(n) for n in range(4)]).min() >= 0, first
         assert found(store, range(4)) == [0, 1, 2, 3]
 
-    @pytest.mark.xfail(strict=True, reason="a page that was moved is kept under its old row only")
     def test_a_store_full_of_kept_pages_is_full(self, store: PageStore) -> None:
-        rows: list[StoreRow] = []
+        kept: set[tuple[int, PageKey]] = set()
 
-        def keep() -> Collection[StoreRow]:
-            return rows
+        def keep() -> Collection[tuple[int, PageKey]]:
+            return kept
 
         with pytest.raises(StoreFullError):
             for first in range(0, NUM_PAGES, 4):
-                rows += write_segments(store, first, first + 4, keep=keep)
+                write_segments(store, first, first + 4, keep=keep)
+                kept |= held_keys(range(first, first + 4))
                 assert len(found(store)) == first + 4
-        assert len(found(store)) == len(rows)
-        rows.clear()
+        assert len(found(store)) == len(kept)
+        kept.clear()
         write_segments(store, 500, 504, keep=keep)
 
     def test_nothing_is_removed_when_a_kept_page_cannot_be_moved(
@@ -435,8 +450,8 @@ class TestKeep:
     ) -> None:
         rows = write_segments(store, 0, 100)
         monkeypatch.setattr(store._space, "room", lambda: 0)
-        report = store._writer._reclaimer.collect(  # type: ignore[union-attr]
-            lambda: False, EvictionReason.CAPACITY, lambda: rows
+        report = store._writer._reclaimer.collect(
+            lambda: False, EvictionReason.CAPACITY, lambda: held_keys(range(100))
         )
         assert report.num_segments_removed == 0
         assert found(store) == list(range(100))
@@ -446,23 +461,22 @@ class TestKeep:
     def test_pages_that_are_not_kept_leave_when_there_is_no_room_to_move_any(
         self, store: PageStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rows = write_segments(store, 0, 40)
+        write_segments(store, 0, 40)
         use(store, [0, 5])
         monkeypatch.setattr(store._space, "room", lambda: 0)
-        report = store._writer._reclaimer.collect(  # type: ignore[union-attr]
-            lambda: False, EvictionReason.CAPACITY, lambda: [rows[9]]
+        report = store._writer._reclaimer.collect(
+            lambda: False, EvictionReason.CAPACITY, lambda: held_keys([9])
         )
         assert found(store) == [8, 9, 10, 11]
         assert report.num_pages_moved == 0
 
 
 class TestFailures:
-    @pytest.mark.xfail(strict=True, reason="a segment that was withdrawn is not restored")
     @pytest.mark.parametrize("where", ["commit", "keep", "read"])
     def test_a_failure_on_the_way_loses_no_page(
         self, store: PageStore, monkeypatch: pytest.MonkeyPatch, where: str
     ) -> None:
-        rows = write_segments(store, 0, 60)
+        write_segments(store, 0, 60)
         use(store, [1])
 
         def fail(*_: object, **__: object) -> Any:
@@ -472,25 +486,24 @@ class TestFailures:
             if where == "commit":
                 patch.setattr(LaneGroup, "commit", fail)
             elif where == "read":
-                patch.setattr(files, "pread_exact", fail)
-            keep = fail if where == "keep" else lambda: rows[:2]
+                patch.setattr(files, "pread_into", fail)
+            keep = fail if where == "keep" else lambda: held_keys([4, 5])
             with pytest.raises((StoreError, OSError), match="the disk failed"):
-                store.make_room(BOUND - store.nbytes // 2, keep)
+                make_room(store, 0.5, keep)
         assert found(store) == list(range(60))
         store.check_invariants()
 
-    @pytest.mark.xfail(strict=True, reason="a file that ends too early counts as a broken disk")
     @pytest.mark.parametrize("damage", ["truncated", "gone", "no catalogue"])
     def test_a_damaged_segment_that_holds_kept_pages_is_given_up(
         self, store: PageStore, path: Path, damage: str
     ) -> None:
-        rows = write_segments(store, 0, 60)
+        write_segments(store, 0, 60)
         folder = path / "lane-0000/group-0"
         if damage == "truncated":
             os.truncate(folder / "kv/c.0.0.0.0.0.0", 100)
         else:
             (folder / ("kv/c.0.0.0.0.0.0" if damage == "gone" else "catalog/c.0.0")).unlink()
-        store.make_room(BOUND - store.nbytes // 2, lambda: rows[1:2])
+        make_room(store, 0.5, lambda: held_keys([1]))
         held = found(store)
         assert 0 < len(held) < 60
         assert store.nbytes <= BOUND // 2 + BOUND // 16
@@ -501,7 +514,7 @@ class TestFailures:
         write_segments(store, 0, 60)
         use(store, [1])
         (path / "lane-0000/group-0/catalog/c.0.0").write_bytes(b"damaged")
-        store.collect(store.nbytes // 2)
+        give_up(store, 0.5)
         assert 0 < len(found(store)) < 40
 
     def test_a_damaged_page_is_moved_as_it_is_and_still_damaged(
@@ -513,7 +526,7 @@ class TestFailures:
         data = bytearray(chunk.read_bytes())
         data[SPEC.page_nbytes + 12 + 5] ^= 1
         chunk.write_bytes(data)
-        store.collect(store.nbytes // 2)
+        give_up(store, 0.5)
         with pytest.raises(CorruptPageError) as caught:
             store.read(store.find_rows([make_key(1), make_key(2)]), empty_like(PAGES[:2]))
         assert caught.value.keys == (make_key(1),)
@@ -528,8 +541,8 @@ class TestFailures:
         while True:
             step += 1
             place = path.with_name(f"{step}.zarr")
-            store = PageStore.open(place, SPEC, max_nbytes=BOUND)
-            kept = write_segments(store, 0, 32)[10:12]
+            store = open_bounded(place)
+            write_segments(store, 0, 32)
             use(store, [1, 6])
             left = [step]
 
@@ -543,7 +556,7 @@ class TestFailures:
                 for name in real:
                     patch.setattr(files, name, lambda *args, name=name: counted(name, *args))
                 try:
-                    store.make_room(BOUND - store.nbytes * 8 // 10, lambda kept=kept: kept)
+                    make_room(store, 0.3, lambda: held_keys([10, 11]))
                     crashed = False
                 except KeyboardInterrupt:
                     crashed = True
@@ -559,10 +572,19 @@ class TestFailures:
                 other.check_invariants()
                 kv, catalog = chunk_names(place, "kv"), chunk_names(place, "catalog")
                 assert kv == catalog == chunk_names(place, "key")
-                assert not list(place.rglob(".tmp-*"))
+                left_over = {p.parent.name for p in place.rglob(".tmp-*")}
+                assert left_over <= {fmt.EVICTED}
             if not crashed:
                 assert step > 20
                 return
+
+    @pytest.mark.xfail(strict=True, reason="nobody looks into the folder of the eviction ring")
+    def test_what_a_crash_leaves_in_the_folder_of_the_ring_is_removed(self, path: Path) -> None:
+        open_bounded(path).close()
+        left = path / "lane-0000" / "group-0" / fmt.EVICTED / f"{files.TEMP_PREFIX}c.0.0-1a2b"
+        left.write_bytes(b"half a ring")
+        PageStore.open(path).close()
+        assert not left.exists()
 
 
 class TestLanes:
@@ -603,7 +625,7 @@ with PageStore.open(sys.argv[1]) as store:
             assert found(store) == held
 
     def test_pages_of_living_processes_stay(self, path: Path) -> None:
-        with PageStore.open(path, SPEC, max_nbytes=BOUND):
+        with open_bounded(path):
             pass
         code = """
 import sys
@@ -640,7 +662,7 @@ with PageStore.open(sys.argv[1]) as store:
 
     def test_no_descriptor_is_left(self, path: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
-        with PageStore.open(path, SPEC, max_nbytes=BOUND) as store:
+        with open_bounded(path) as store:
             for first in range(0, 240, 4):
                 write_segments(store, first, first + 4)
                 found(store, range(first + 4))

@@ -141,7 +141,6 @@ def test_rows_of_several_specs_are_read_together(sample: Sample) -> None:
         assert same_bits(out, expected)
 
 
-@pytest.mark.xfail(strict=True, reason="all rows are read as those of the first one's spec")
 def test_rows_of_several_specs_for_one_array_are_refused_or_right(sample: Sample) -> None:
     rows = [sample.rows[0][0], sample.rows[1][0]]
     out = np.zeros((2, *SPEC.page_shape), np.float32)
@@ -235,7 +234,6 @@ def test_a_row_that_never_held_a_page_is_not_found(
         sample.store.read([row] * count, out)
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="an unknown spec is an IndexError")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_row_of_an_unknown_spec_is_not_found(sample: Sample, count: int) -> None:
     out = np.zeros((count, *SPEC.page_shape), np.float32)
@@ -243,7 +241,6 @@ def test_a_row_of_an_unknown_spec_is_not_found(sample: Sample, count: int) -> No
         sample.store.read([StoreRow(0, 9, 0)] * count, out)
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="what is not found has no spec")
 def test_what_find_rows_did_not_find_cannot_be_read(sample: Sample) -> None:
     out = np.zeros((1, *SPEC.page_shape), np.float32)
     with pytest.raises(PageNotFoundError):
@@ -329,7 +326,6 @@ class TestSmallChunks:
         with pytest.raises(CorruptPageError):
             small.store.read([small.rows[0][5]], out)
 
-    @pytest.mark.xfail(strict=True, reason="the arguments of one small read are not checked")
     @pytest.mark.parametrize(
         ("out", "at"),
         [

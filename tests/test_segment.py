@@ -385,9 +385,6 @@ def test_a_plan_reads_every_layer_once_in_pieces_of_bounded_size(
             assert other.offset - one.offset - one.nbytes <= gap_nbytes
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the pieces of a page that is wanted twice go back within an extent"
-)
 @pytest.mark.parametrize("piece_chunks", [1, 2])
 def test_pieces_of_an_extent_follow_one_another_though_a_page_is_wanted_twice(
     monkeypatch: pytest.MonkeyPatch, piece_chunks: int

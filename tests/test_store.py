@@ -1,3 +1,4 @@
+import gc
 import hashlib
 import json
 import logging
@@ -9,6 +10,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from store_samples import (
     Array,
     all_files,
     bits,
+    chunk_nbytes,
     empty_like,
     make_entries,
     make_key,
@@ -78,11 +81,6 @@ def rows_of(store: PageStore, entries: list[PageEntry], group: int = 0) -> list[
     rows = [store.find(entry.key, group) for entry in entries]
     assert None not in rows
     return [row for row in rows if row is not None]
-
-
-def chunk_nbytes(path: Path) -> int:
-    """Bytes of all chunks and segments on disk."""
-    return sum(p.stat().st_size for p in path.glob("lane-*/group-*/*/c.*"))
 
 
 class TestWriteAndRead:
@@ -316,7 +314,6 @@ class TestOneArray:
             assert same_bits(out, straight)
             assert codec == Int8() or same_bits(out, PAGES)
 
-    @pytest.mark.xfail(strict=True, reason="staged pages are cut to tails before they are there")
     @pytest.mark.parametrize("form", ["one array", "sequence", "unlike strides"])
     def test_tails_among_arrays_of_any_strides_are_written(self, path: Path, form: str) -> None:
         tail = replace(ENTRIES[2], num_tokens=2, tokens=None)
@@ -370,14 +367,12 @@ class TestLossless:
         with PageStore.open(path, mode="r") as store:
             assert same_bits(read(store, rows[::-1]), PAGES[::-1])
 
-    @pytest.mark.xfail(strict=True, reason="the largest possible size is counted as written")
     def test_nbytes_are_the_bytes_on_disk(self, path: Path, short_segments: None) -> None:
         with PageStore.open(path, SPEC, codec="lossless") as store:
-            before = store.nbytes - chunk_nbytes(path)
+            before = store.nbytes - files.tree_nbytes(path)
             store.write(0, ENTRIES, make_smooth_pages(SPEC, 10))
-            assert store.nbytes - chunk_nbytes(path) == before
+            assert store.nbytes - files.tree_nbytes(path) == before
 
-    @pytest.mark.xfail(strict=True, reason="bytes that were never written are not given back")
     def test_a_bounded_store_does_not_fill_up_for_good(
         self, path: Path, short_segments: None
     ) -> None:
@@ -680,7 +675,7 @@ class TestOpening:
         (path / "zarr.json").write_bytes(document[:keep])
         (path / "lane-0000" / "zarr.json").write_bytes(b"{}")
         before = all_files(path)
-        with pytest.raises(StoreError, match=r"the document of .* is damaged"):
+        with pytest.raises(StoreError, match=r"zarr\.json is damaged"):
             PageStore.open(path, SPEC, mode=mode)
         assert all_files(path) == before
 
@@ -699,7 +694,7 @@ class TestOpening:
         PageStore.open(path, SPEC).close()
         complete = sorted(all_files(path))
         metadata = [name for name in complete if name.endswith("zarr.json") and "/" in name]
-        assert len(metadata) == 8
+        assert len(metadata) == 9
         for name in metadata:
             for damage in (b"", b"{}", None):
                 (path / name).unlink()
@@ -809,16 +804,14 @@ class TestReadOnly:
 
 class TestBound:
     def test_nbytes_are_the_bytes_on_disk(self, path: Path, short_segments: None) -> None:
-        with PageStore.open(path, SPEC) as store:
-            assert store.nbytes == 0
+        with PageStore.open(path, SPEC, max_nbytes="1MiB") as store:
             store.write(0, ENTRIES[:3], PAGES[:3])
             store.write(0, ENTRIES[3:], PAGES[3:])
-            nbytes = store.nbytes
-            assert nbytes == chunk_nbytes(path)
-            assert nbytes > 10 * SPEC.page_nbytes
+            assert store.nbytes == files.tree_nbytes(path)
+            assert store.nbytes > chunk_nbytes(path) > 10 * SPEC.page_nbytes
         for mode in ("r", "a"):
             with PageStore.open(path, mode=mode) as store:
-                assert store.nbytes == nbytes
+                assert store.nbytes == files.tree_nbytes(path)
 
     def test_a_write_that_is_larger_than_the_bound_changes_nothing(self, path: Path) -> None:
         pages, entries = make_pages(SPEC, 300), make_entries(SPEC, 300, parent=None)
@@ -851,7 +844,6 @@ class TestBound:
             assert same_bits(read(store, found), [pages[n] for n in held])
             assert store.num_pages == len(held)
 
-    @pytest.mark.xfail(strict=True, reason="rows that left while room was made are returned")
     def test_pages_that_leave_for_others_of_the_same_write_have_rows_still(
         self, path: Path, short_segments: None
     ) -> None:
@@ -863,9 +855,9 @@ class TestBound:
                 assert same_bits(read(store, rows), [pages[n] for n in batch])
 
     def test_another_bound_replaces_the_store_s(self, path: Path) -> None:
-        PageStore.open(path, SPEC, max_nbytes=1000).close()
+        PageStore.open(path, SPEC, max_nbytes=20_000).close()
         with PageStore.open(path, SPEC) as store:
-            assert store.max_nbytes == 1000
+            assert store.max_nbytes == 20_000
             with pytest.raises(StoreFullError):
                 store.write(0, ENTRIES, PAGES)
         with PageStore.open(path, SPEC, max_nbytes="1GiB") as store:
@@ -901,9 +893,9 @@ class TestBound:
             for at in range(0, 100, 4):
                 rows = store.write(0, entries[at : at + 4], pages[at : at + 4])
             with pytest.raises(StoreFullError):
-                store.reserve_scratch(400_000)
-            store.make_room(400_000)
-            store.reserve_scratch(400_000)
+                store.reserve_scratch(320_000)
+            store.make_room(320_000)
+            store.reserve_scratch(320_000)
             assert store.nbytes <= 500_000
             assert store.num_pages < 60
             assert same_bits(read(store, rows), pages[-4:])
@@ -960,10 +952,8 @@ class TestClosing:
         lambda s: s.write(0, ENTRIES, PAGES),
         lambda s: s.read([], []),
         lambda s: s.read_layer([], 0, []),
-        lambda s: s.reserve(1),
         lambda s: s.reserve_scratch(1),
         lambda s: s.scratch_dir,
-        lambda s: setattr(s, "scratch_nbytes", 1),
         lambda s: s.check_invariants(),
         lambda s: s.find_rows([make_key(1)]),
         lambda s: s.refresh(),
@@ -1009,6 +999,37 @@ class TestClosing:
         writer.join()
         with PageStore.open(path, mode="r") as reader:
             assert same_bits(read(reader, rows), PAGES)
+
+    def test_a_store_that_is_dropped_leaves_no_file_and_no_thread(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        threads = threading.active_count()
+        store = PageStore.open(path, SPEC)
+        read(store, store.write(0, ENTRIES, PAGES))
+        del store
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            gc.collect()
+            time.sleep(0.02)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert threading.active_count() == threads
+
+    def test_a_closed_store_leaves_no_file_and_no_thread(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        threads = set(threading.enumerate())
+        with PageStore.open(path, SPEC) as store:
+            read(store, store.write(0, ENTRIES, PAGES))
+            mine = set(threading.enumerate()) - threads
+            assert mine
+        for thread in mine:
+            thread.join(30)
+            assert not thread.is_alive()
+        assert len(os.listdir("/proc/self/fd")) == descriptors
 
     def test_a_store_tells_what_it_is(self, store: PageStore, path: Path) -> None:
         store.write(0, ENTRIES, PAGES)

@@ -10,6 +10,7 @@ import pytest
 from store_samples import (
     empty_like,
     make_entries,
+    make_eviction_rings,
     make_key,
     make_pages,
     make_spec,
@@ -42,7 +43,8 @@ with PageStore.open(sys.argv[1], make_spec()) as store:
             part = slice(int(first), int(last))
             store.write(0, entries[part], pages[part])
         else:
-            store.collect(max(1, store.nbytes * int(first) // 100))
+            nbytes = chunk_nbytes(store.path) * int(first) // 100
+            store.collect(max(1, store.nbytes - nbytes))
         print("done", store.num_pages, flush=True)
 """
 
@@ -86,6 +88,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "cache.zarr"
     PageStore.open(path, SPEC).close()
+    make_eviction_rings(path)
     return path
 
 
@@ -178,7 +181,7 @@ def test_what_another_process_removes_is_gone_after_a_refresh(
 def test_what_was_removed_reads_as_lost_without_a_refresh(path: Path, writer: Writer) -> None:
     writer.ask("write", 0, 20)
     with PageStore.open(path, mode="r") as store:
-        writer.ask("collect", 0)
+        writer.ask("collect", 100)
         out = empty_like(PAGES[:1])
         with pytest.raises(CorruptPageError) as caught:
             store.read([store.find(make_key(0)) or StoreRow(9, 9, 9)], out)
@@ -195,7 +198,7 @@ def test_a_file_that_is_open_is_read_until_the_refresh(path: Path, writer: Write
         rows = store.find_rows([entry.key for entry in ENTRIES[:4]])
         out = empty_like(PAGES[:4])
         store.read(rows, out)
-        writer.ask("collect", 0)
+        writer.ask("collect", 100)
         store.read(rows, out)  # as it was: the descriptor keeps it
         assert same_bits(out, PAGES[:4])
         assert store.refresh()
@@ -209,7 +212,7 @@ def test_pages_that_were_removed_and_written_again_are_found_in_new_rows(
     writer.ask("write", 0, 4)
     with PageStore.open(path, mode="r") as store:
         before = store.find(make_key(0))
-        writer.ask("collect", 0)
+        writer.ask("collect", 100)
         writer.ask("write", 0, 4)
         assert store.refresh()
         after = store.find(make_key(0))
@@ -248,7 +251,7 @@ def test_a_page_that_two_processes_wrote_outlives_the_removal_of_one(
         assert other is not None
         assert other.lane == writer.lane
         assert found(store) == [0, 1, 2, 3]
-        writer.ask("collect", 0)
+        writer.ask("collect", 100)
         assert store.refresh()
         assert found(store) == []
 

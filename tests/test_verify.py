@@ -559,8 +559,10 @@ def test_a_page_that_compressed_well_is_found_by_its_record(tmp_path: Path) -> N
 CHURN = """
 import sys
 from store_samples import make_entries, make_pages, make_spec
+from pagedkv import files
 from pagedkv.store import PageStore
 
+files.sync_file = files.sync_dir = lambda _: None
 spec = make_spec()
 with PageStore.open(sys.argv[1]) as store:
     pages = make_pages(spec, 6)
@@ -572,13 +574,15 @@ with PageStore.open(sys.argv[1]) as store:
 
 def test_a_store_in_which_others_write_and_evict_is_clean(tmp_path: Path) -> None:
     path = tmp_path / "cache.zarr"
-    PageStore.open(path, SPEC, max_nbytes="2MiB").close()
+    PageStore.open(path, SPEC, max_nbytes="768KiB").close()
     writers = [python(CHURN, path, start) for start in (0, 10**5)]
     try:
         for writer in writers:
             assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"
-        for _ in range(10):
+        num_rounds = 0
+        while num_rounds < 5 or (path / CHUNKS[0]).exists():  # until something was evicted
+            num_rounds += 1
             report = verify_store(path)
             assert report.findings == ()
             assert report.foreign == ()
@@ -590,6 +594,5 @@ def test_a_store_in_which_others_write_and_evict_is_clean(tmp_path: Path) -> Non
         for writer in writers:
             writer.kill()
             writer.communicate()
-    assert EvictionRing(path / GROUP / EVICTED).entries()
     assert verify_store(path, repair=True).is_clean
     assert verify_store(path).findings == ()

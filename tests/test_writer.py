@@ -8,6 +8,7 @@ import pytest
 
 from pagedkv import ClosedError, StoreError, StoreFullError
 from pagedkv import writer as writer_module
+from pagedkv.lock import CacheLock
 from pagedkv.writer import Writer
 
 PATIENCE_S = 60
@@ -17,7 +18,7 @@ class Work:
     """Counts its batches, and does what it is told."""
 
     def __init__(self) -> None:
-        self.lock = threading.Condition(threading.RLock())
+        self.lock = CacheLock()
         self.num_more = 0
         self.error: BaseException | None = None
         self.num_batches = 0

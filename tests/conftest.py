@@ -21,7 +21,9 @@ settings.load_profile("pagedkv")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--soak``: the random tests try as much as a release needs, for many minutes."""
-    parser.addoption("--soak", action="store_true", help="longer random tests of the store")
+    parser.addoption(
+        "--soak", action="store_true", help="longer random tests of the store; with --timeout 7200"
+    )
 
 
 @pytest.fixture

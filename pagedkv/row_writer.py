@@ -31,6 +31,8 @@ class RowWriter:
         self._reclaimer = Reclaimer(contents, space, reader, lane, self._commit)
         self._reclaiming = threading.Lock()
         self._protected: Keep = _none
+        self._no_commits = threading.Condition()
+        self._num_commits = 0
 
     def write(self, number: int, source: SegmentSource, keep: Keep | None) -> None:
         """Write pages of a spec durably, and make them known.
@@ -43,7 +45,10 @@ class RowWriter:
         self.make_room(self._write_nbytes(number, source), keep)
         try:
             self._commit(number, source)
-        except StoreFullError:  # another write may have taken the room meanwhile
+        except StoreFullError:
+            # Another write may have taken the room. What it writes can be given up once it is done.
+            with self._no_commits:
+                self._no_commits.wait_for(lambda: not self._num_commits)
             self._give_up_pages(self._write_nbytes(number, source), keep)
             self._commit(number, source)
 
@@ -106,6 +111,8 @@ class RowWriter:
             group.next_segment += -(-len(source.keys) // group.geometry.rows)
             used_at = self._contents.tick()
         self._space.reserve(nbytes)
+        with self._no_commits:
+            self._num_commits += 1
         written = 0
         try:
             with files.translated(group.path, "write pages to"):
@@ -119,6 +126,9 @@ class RowWriter:
                     written += group.nbytes_of(segment_map)
         finally:
             self._space.release(nbytes, written=written)
+            with self._no_commits:
+                self._num_commits -= 1
+                self._no_commits.notify_all()
 
 
 def _none() -> Collection[tuple[int, PageKey]]:

@@ -47,6 +47,7 @@ class Contents:
         groups: The lane groups by lane and index into the specs.
         indexes: Rows by key, for each spec.
         lock: Guards all of it.
+        num_dropped: Segments that were given up, by whomever, since the store was opened.
     """
 
     def __init__(self, root: Path, header: StoreHeader) -> None:
@@ -58,6 +59,7 @@ class Contents:
             SegmentFormat(spec, header.codec, Geometry.of(spec, header.codec, rows))
             for spec, rows in zip(header.specs, header.segment_rows, strict=True)
         ]
+        self.num_dropped = 0
         self._maps: OrderedDict[Place, SegmentMap] = OrderedDict()
         self._maps_nbytes = 0
         self._withdrawn: dict[Place, list[int]] = {}
@@ -144,6 +146,7 @@ class Contents:
         """Forget a segment that is gone."""
         lane, number, segment_number = place
         self.withdraw(place)
+        self.num_dropped += 1
         del self._withdrawn[place]
         del self.groups[lane, number].segments[segment_number]
         self._parents.pop(place, None)

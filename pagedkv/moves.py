@@ -61,6 +61,7 @@ class Mover:
         self._pool = places.pool
         self._counters = places.counters
         self.can_write = store is not None and not store.read_only
+        self._num_given_up = 0
         self.batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
 
     # -- what is where -----------------------------------------------------------------------
@@ -81,6 +82,20 @@ class Mover:
             return False
         with self.places.lock.unlocked:
             return self.store.refresh()
+
+    def look_again(self) -> None:
+        """Notice that the store gave up, or moved, rows of resident pages.
+
+        A page that is only thought to be stored would leave the pool unwritten.
+        """
+        if self.store is None or self.store.num_segments_given_up == self._num_given_up:
+            return
+        self._num_given_up = self.store.num_segments_given_up
+        for key, page in self.places.index.items():
+            if page.row is not None and page.state is PageState.READY:
+                row = self.find_row(key)
+                if row != page.row:
+                    self.places.set_row(page, row, exact=row is not None and page.exact)
 
     def is_safe(self, page: Page) -> bool:
         """Whether the page's slot can be taken without losing what must not be lost.

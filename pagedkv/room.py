@@ -66,6 +66,7 @@ class Room:
             ClosedError: The cache was closed meanwhile.
         """
         ticket: int | None = None
+        self.moves.look_again()
         while True:
             missing = count - self._pool.num_free
             if missing <= 0:
@@ -100,6 +101,7 @@ class Room:
         Does not let go of the lock.
         """
         can_write = self.moves.can_write
+        self.moves.look_again()
         if self._pool.num_free:
             slot = self._pool.allocate_one()
         else:
@@ -177,6 +179,7 @@ class Room:
 
     def _write_ahead(self) -> bool:
         """Write the next pages to leave, in the writer's thread; whether more should follow."""
+        self.moves.look_again()
         batch = self.places.dirty_front(min(self._num_ahead, self.moves.batch))
         self.moves.write(batch, spill=False)
         return bool(batch) and self._is_low()

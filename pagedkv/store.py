@@ -216,6 +216,11 @@ class PageStore:
         return self._rows.num_damaged_pages
 
     @property
+    def num_segments_given_up(self) -> int:
+        """How often rows have become invalid: segments that left, as far as this process knows."""
+        return self._contents.num_dropped
+
+    @property
     def num_torn_chunks(self) -> int:
         """Segments left out on opening: their catalogue chunk is torn, or their file gone."""
         return sum(group.num_torn_chunks for group in list(self._contents.groups.values()))

@@ -667,3 +667,16 @@ def test_a_store_whose_cache_could_not_be_made_is_free(path: Path, tmp_path: Pat
         pk.PagedKVCache(SPEC, 2, store, pool_path=tmp_path / "pool")
     with pk.PagedKVCache(SPEC, 2, store) as cache:
         cache.put(KEYS[:1], PAGES[:1])
+
+
+def test_a_resident_page_whose_row_was_given_up_is_written_again(tmp_path: Path) -> None:
+    store = pk.PageStore.open(tmp_path / "cache.zarr", SPEC, max_nbytes=2_000_000)
+    with pk.PagedKVCache(SPEC, 4, store) as cache:
+        cache.put(KEYS[:1], PAGES[:1])
+        cache.flush()
+        store.collect(0)  # as if others had needed the room: the page is in the pool only
+        assert store.find(KEYS[0]) is None
+        assert bits(cache.get(KEYS[:1])) == bits(PAGES[:1])
+        for number in range(1, 12):
+            cache.put(KEYS[number : number + 1], PAGES[number : number + 1])
+        assert bits(cache.get(KEYS[:1])) == bits(PAGES[:1])

@@ -1,7 +1,7 @@
 """Writers and readers of one store, for ``test_churn.py``.
 
 What a page holds follows from its key, so that every process can tell whether it got the right
-bytes. Each process prints one line of JSON: what it did, and what it found wrong.
+bytes. What each process did, and what it found wrong, goes into a file of JSON.
 """
 
 import hashlib
@@ -193,7 +193,7 @@ def main() -> None:
             text = stream.read()
         os.waitpid(child, 0)
         reports.append(json.loads(text) if text else {"kind": "failed", "error": "it died"})
-    json.dump(reports, sys.stdout)
+    Path(sys.argv[4]).write_text(json.dumps(reports))
 
 
 if __name__ == "__main__":

@@ -35,19 +35,21 @@ def churn(path: Path, max_nbytes: int, seconds: float) -> tuple[list[dict[str, A
 
     A walk takes its time; what two walks both saw was there all the while between them.
     """
-    process = python("import churn_workers; churn_workers.main()", path, max_nbytes, seconds)
+    reports = path.with_name("reports.json")
+    code = "import churn_workers; churn_workers.main()"
+    process = python(code, path, max_nbytes, seconds, reports)
     samples = []
     try:
         while process.poll() is None:
             before, after = sizes_below(path), sizes_below(path)
             both = before.keys() & after.keys()
             samples.append(sum(min(before[inode], after[inode]) for inode in both))
-        output, errors = process.communicate()
+        _, errors = process.communicate()
         assert process.returncode == 0, errors
     finally:
         process.kill()
         process.communicate()
-    return json.loads(output), samples
+    return json.loads(reports.read_text()), samples
 
 
 def evicted_from(path: Path) -> set[bytes]:

@@ -73,7 +73,7 @@ class KeyedPages:
             out: Where to, ``(page, layer, kind, token, head, channel)``.
             deadline: Seconds that a read of the store may take.
         """
-        if len(keys) == 1 and self._get_quickly(keys, out, deadline):
+        if len(keys) == 1 and self._get_quickly(keys, out):
             return
         with self._lock:
             pages, stored, rows = self._locate(keys)
@@ -184,7 +184,7 @@ class KeyedPages:
             self._places.add_cached(_keyed(keys, 0), slot)
         return True
 
-    def _get_quickly(self, keys: Sequence[PageKey], out: Array, deadline: float | None) -> bool:
+    def _get_quickly(self, keys: Sequence[PageKey], out: Array) -> bool:
         """``get`` of one page; whether it could be done, and nothing else than that was done."""
         if not self._is_small or type(out) is not np.ndarray:
             return False
@@ -199,12 +199,8 @@ class KeyedPages:
                     self._places.touch((page,))
                 counters.num_pool_hits += 1
                 return True
-            rows = moves.find_rows(keys)
-            if rows[0] < 0:
+            if not moves.read_quickly(key, out[0]):
                 return False
-            lost = moves.read_rows(keys, rows, out, None, deadline)
-            if lost:
-                self._check_none_lost(keys, lost, 1)
             counters.num_store_hits += 1
             if self._pool.num_free or key in self._recent:
                 self._keep_copies(keys, keys, (0,), out)

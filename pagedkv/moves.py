@@ -62,6 +62,7 @@ class Mover:
         self._counters = places.counters
         self.can_write = store is not None and not store.read_only
         self._num_given_up = 0
+        self._page_nbytes = self._spec.page_nbytes
         self.batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
 
     # -- what is where -----------------------------------------------------------------------
@@ -152,6 +153,23 @@ class Mover:
         self._counters.bytes_read += len(pages) * self._spec.page_nbytes
         self._counters.read_seconds += time.perf_counter() - began
         return lost
+
+    def read_quickly(self, key: PageKey, out: Array) -> bool:
+        """Read one page from the store without letting go of the lock; whether that could be done.
+
+        Args:
+            key: Of the page.
+            out: ``(layer, kind, token, head, channel)``.
+        """
+        if self.store is None:
+            return False
+        began = time.perf_counter()
+        if not self.store.read_quickly(key, self.number, out):
+            return False
+        self._counters.num_pages_loaded += 1
+        self._counters.bytes_read += self._page_nbytes
+        self._counters.read_seconds += time.perf_counter() - began
+        return True
 
     def read_rows(
         self,

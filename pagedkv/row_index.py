@@ -33,6 +33,10 @@ class RowIndex:
         packed = self._rows.get(key)
         return None if packed is None else unpack_row(packed)
 
+    def get_packed(self, key: PageKey) -> int | None:
+        """The packed row that counts for ``key``, if there is one."""
+        return self._rows.get(key)
+
     def get_many(self, keys: Sequence[PageKey]) -> PackedRows:
         """The packed row that counts for each key; -1 where there is none."""
         get = self._rows.get

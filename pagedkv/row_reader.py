@@ -99,35 +99,48 @@ class RowReader:
 
         What ``read`` does for many pages at once in numpy costs more here than the reading.
         """
-        packed = int(rows[0]) if isinstance(rows, np.ndarray) else pack_row(rows[0])
-        lane, number = packed >> ROW_BITS + GROUP_BITS, packed >> ROW_BITS & (1 << GROUP_BITS) - 1
-        if number >= len(self._contents.formats) or not _is_one(out, at):
+        if not _is_one(out, at):
             return False
+        packed = int(rows[0]) if isinstance(rows, np.ndarray) else pack_row(rows[0])
+        is_good = self._read_cached(packed, layer, out[0 if at is None else int(at[0])])
+        if is_good is False:
+            self._lose(np.array([packed]), [0])
+        return is_good is not None
+
+    def read_quickly(self, packed: int, out: Array) -> bool:
+        """Read a page that lies in the page cache; False if it does not, or is damaged or gone."""
+        return self._read_cached(packed, None, out) is True
+
+    def _read_cached(self, packed: int, layer: int | None, array: Array) -> bool | None:
+        """Read one page, or layer, that lies in the page cache.
+
+        Returns:
+            Whether it is good; None if it is not to be had so.
+        """
+        lane, number = packed >> ROW_BITS + GROUP_BITS, packed >> ROW_BITS & (1 << GROUP_BITS) - 1
+        if number >= len(self._contents.formats):
+            return None
         form = self._contents.formats[number]
-        array = out[0 if at is None else int(at[0])]
         shape = form.page_shape if layer is None else form.layer_shape
         flags = array.flags
         if array.shape != shape or array.dtype != form.dtype or not flags.writeable:
-            return False
+            return None
         if array.strides[-3:] != form.block_strides or not flags.aligned:
-            return False
+            return None
         if not form.has_fixed_size or not 0 <= (layer or 0) < form.num_layers:
-            return False
+            return None
         group = self._contents.groups.get((lane, number))
         found = None if group is None else group.locate(packed & (1 << ROW_BITS) - 1)
         if found is None:
-            return False
+            return None
         segment, row = found
         segment_map = self._contents.kept_map((lane, number, segment.number))
         if segment_map is None:
-            return False
+            return None
         is_good = self._reader.read_one(form, segment, segment_map.crcs, row, layer, array)
-        if is_good is None:
-            return False
-        segment.used_at[row] = self._contents.tick()
-        if not is_good:
-            self._lose(np.array([packed]), [0])
-        return True
+        if is_good is not None:
+            segment.used_at[row] = self._contents.tick()
+        return is_good
 
     def _read_groups(
         self,

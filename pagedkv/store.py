@@ -415,6 +415,22 @@ class PageStore:
         self._check_open()
         self._rows.read(rows, None, out, at, self._deadline(deadline))
 
+    def read_quickly(self, key: PageKey, group: int, out: Array) -> bool:
+        """Read one page by its key if no disk has to be waited for.
+
+        Args:
+            key: Of the page.
+            group: Index into ``specs``.
+            out: Of the spec's ``page_shape`` and dtype.
+
+        Returns:
+            Whether it was read; if not (it is not in the page cache, damaged, or not there at all),
+            ``find`` and ``read`` tell.
+        """
+        self._check_open()
+        packed = self._contents.indexes[group].get_packed(key)
+        return packed is not None and self._rows.read_quickly(packed, out)
+
     def read_layer(
         self,
         rows: Sequence[StoreRow] | PackedRows,

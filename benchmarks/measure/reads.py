@@ -27,7 +27,7 @@ from measure.plain_file import PlainFile, blocks_of, forget
 
 Array = npt.NDArray[Any]
 
-IN_FLIGHT = 1
+IN_FLIGHT = 4
 """Requests that one call of ``PageStore.read`` has in flight; a peer gets as many threads."""
 
 _COUNTS = {"192 KB": (256, 64), "2 MB": (64, 16)}

@@ -64,7 +64,7 @@ class MovingStore:
         self.num_stale_reads = 0
         self._find, self._find_rows = store.find, store.find_rows
         self._read, self._read_layer = store.read, store.read_layer
-        for name in ("find", "find_rows", "read", "read_layer"):
+        for name in ("find", "find_rows", "read", "read_layer", "read_quickly"):
             patch.setattr(store, name, getattr(self, name))
 
     def find(self, key: Any, group: int = 0) -> StoreRow | None:
@@ -303,6 +303,7 @@ def test_a_miss_asks_once_what_others_have_stored(
             return True
 
         monkeypatch.setattr(store, "refresh", refresh)
+        monkeypatch.setattr(store, "read_quickly", lambda *_: False)
         monkeypatch.setattr(store, "find", lambda k, g=0: None if k in hidden else find(k, g))
         monkeypatch.setattr(
             store,

@@ -60,9 +60,10 @@ def tiny_pages(bench: Bench) -> None:
         bench.compare(case.format("one at a time"), unit, one, read_peer, targets=one_at_a_time)
         bench.compare(case.format("in one batch"), unit, all_, read_peer, targets=in_a_batch)
         case = "tiny pages: random get of pages not in the pool, {}"
-        one, some = (tiny.get(cache, batch) for batch in (1, many))
+        path = cache.store.path
+        one, some = (tiny.get(path, batch) for batch in (1, num_pages // 2))
         bench.compare(case.format("one at a time"), unit, one, read_peer, targets=one_at_a_time)
-        bench.compare(case.format(f"{many:,} at a time"), unit, some, read_peer, targets=in_a_batch)
+        bench.compare(case.format("in one batch"), unit, some, read_peer, targets=in_a_batch)
     shutil.rmtree(folder)
 
 
@@ -75,7 +76,6 @@ class _Tiny:
         self._keys = Keys().take(num_pages)
         self._pages = np.random.default_rng(0).random((num_pages, *TINY.page_shape), np.float32)
         self._stores = itertools.count()
-        self._halves = itertools.cycle((0, 1))
 
     @property
     def num_slots(self) -> int:
@@ -131,24 +131,30 @@ class _Tiny:
 
         return timed
 
-    def get(self, cache: pk.PagedKVCache, batch: int) -> Timed:
-        """Times getting the half of the pages that is not in the pool, which then it is."""
+    def get(self, path: Path, batch: int) -> Timed:
+        """Times getting the half of the pages that is not in the pool, which has the other half.
+
+        Each round opens a cache of its own: a page that is read a second time gets into the pool.
+        """
         out = np.zeros((batch, *TINY.page_shape), np.float32)
+        order, others = self._order(0), self._order(1)
+        calls = [
+            [self._keys[number] for number in order[at : at + batch]]
+            for at in range(0, len(order), batch)
+        ]
 
         def timed() -> float:
-            before = cache.stats().num_store_hits
-            order = self._order(next(self._halves))
-            calls = [
-                [self._keys[number] for number in order[at : at + batch]]
-                for at in range(0, len(order), batch)
-            ]
+            store = pk.PageStore.open(path, TINY, mode="r")
+            with pk.PagedKVCache(TINY, self.num_slots, store) as cache:
+                cache.get([self._keys[number] for number in others])
+                before = cache.stats().num_store_hits
 
-            def work() -> None:
-                for keys in calls:
-                    cache.get(keys, out=out[: len(keys)])
+                def work() -> None:
+                    for keys in calls:
+                        cache.get(keys, out=out[: len(keys)])
 
-            seconds = seconds_of(work)
-            num_hits = cache.stats().num_store_hits - before
+                seconds = seconds_of(work)
+                num_hits = cache.stats().num_store_hits - before
             assert num_hits == len(order), f"{num_hits} of {len(order)} pages came from the store"
             return seconds
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +169,18 @@ def pread_now(fd: int, out: Bytes, offset: int) -> int:
         return 0
     try:
         return os.preadv(fd, [out.data], offset, _NOWAIT)
+    except OSError as error:
+        if error.errno in _NOT_NOW:
+            return 0
+        raise
+
+
+def pread_parts_now(fd: int, parts: Sequence[Any], offset: int) -> int:
+    """``pread_now`` into several contiguous arrays, one after the other."""
+    if not _NOWAIT:
+        return 0
+    try:
+        return os.preadv(fd, parts, offset, _NOWAIT)
     except OSError as error:
         if error.errno in _NOT_NOW:
             return 0

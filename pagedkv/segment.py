@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless, check_finite
+from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless, Raw, check_finite
 from pagedkv.format import Geometry, LayerCrcs, LayerSizes, crc32c, segment_index
 from pagedkv.memory import Numbers, PageArrays, PageMemory, aligned
 from pagedkv.segment_map import SegmentMap, bounds_of
@@ -66,6 +66,7 @@ class SegmentFormat:
         self.chunk_nbytes = geometry.chunk_nbytes
         self.page_nbytes = geometry.page_nbytes
         self.has_fixed_size = geometry.fixed_size
+        self.is_plain = isinstance(codec, Raw) and spec.np_dtype.kind == "f"
         self.page_shape = spec.page_shape
         self.layer_shape = spec.layer_shape
         self.dtype = spec.np_dtype

@@ -238,25 +238,23 @@ class PageStore:
         return self._space.scratch_nbytes
 
     def protect(self, keep: Keep) -> None:
-        """Never give up the pages that ``keep`` names, group and key: a cache's live sequences.
+        """Never give up the pages that ``keep`` names, group and key, until the next call.
+
+        A cache names the pages of its live sequences.
 
         Args:
-            keep: Called without locks whenever room must be made.
+            keep: Called without locks for each segment that is about to be given up.
         """
         self._own_writer().protect(keep)
 
-    def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
+    def make_room(self, nbytes: int) -> None:
         """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.
 
         It does what it can; ``reserve_scratch`` and ``write`` say whether that is enough.
-
-        Args:
-            nbytes: How much room.
-            keep: As for ``write``.
         """
         writer = self._own_writer()
         with self._writing(), files.translated(self.path, "make room in"):
-            writer.make_room(nbytes, keep)
+            writer.make_room(nbytes)
 
     def reserve_scratch(self, nbytes: int) -> None:
         """Count ``nbytes`` more of scratch files; ``StoreFullError`` if the bound has no room."""
@@ -334,7 +332,6 @@ class PageStore:
         pages: Sequence[Array] | Array,
         *,
         at: Numbers | None = None,
-        keep: Keep | None = None,
     ) -> list[StoreRow]:
         """Store pages of one spec; they are durable when this returns.
 
@@ -351,7 +348,6 @@ class PageStore:
             pages: Arrays of ``spec.page_shape`` and the spec's dtype, maybe strided; or one array
                 whose first axis is the page.
             at: For one array, the places of its first axis; all of them by default.
-            keep: Called if room must be made: group and key of pages that must not be given up.
 
         Returns:
             Where each page is.
@@ -359,8 +355,9 @@ class PageStore:
         Raises:
             ValueError: A shape, dtype or entry does not fit the spec, or the codec cannot represent
                 a number (INT8: NaN and infinity). Nothing has changed.
-            StoreFullError: ``max_nbytes`` leaves no room, and none can be made.
-            StoreError: The store is read-only, or the disk failed. Nothing has changed.
+            StoreFullError: ``max_nbytes`` leaves no room, and none can be made. The pages are not
+                all stored; old ones may have been given up.
+            StoreError: The store is read-only, or the disk failed; the same.
         """
         writer = self._own_writer()
         spec = self.specs[self._check_group(group)]
@@ -370,6 +367,7 @@ class PageStore:
         for entry in entries:
             entry.check(spec)
         keys, index = [entry.key for entry in entries], self._contents.indexes[group]
+        own = {(group, key) for key in keys}
         packed = index.get_many(keys)
         if (packed < 0).any():
             arrays.fill()
@@ -379,7 +377,7 @@ class PageStore:
             fresh = {keys[n]: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
             source = self._source(group, entries, arrays, sorted(fresh.values()))
             with self._writing(), files.translated(self.path, "write pages to"):
-                writer.write(group, source, _with(keep, group, keys))
+                writer.write(group, source, own)
             packed = index.get_many(keys)  # a page may have been given up meanwhile, to make room
         raise StoreFullError(
             f"the store {self.path} gives up pages as fast as they are written: raise max_nbytes"
@@ -599,12 +597,6 @@ def _as_specs(spec: KVSpec | Sequence[KVSpec] | None) -> tuple[KVSpec, ...] | No
         if not isinstance(one, KVSpec):
             raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
     return specs
-
-
-def _with(keep: Keep | None, group: int, keys: Iterable[PageKey]) -> Keep:
-    """``keep``, and these pages."""
-    own = {(group, key) for key in keys}
-    return (lambda: own) if keep is None else (lambda: own | set(keep()))
 
 
 def _without_rest(spec: KVSpec, entry: PageEntry, page: Array) -> Array:

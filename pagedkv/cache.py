@@ -36,7 +36,7 @@ from pagedkv.store import PageStore
 
 Array = npt.NDArray[Any]
 
-_LOG = logging.getLogger("pagedkv")
+logger = logging.getLogger("pagedkv")
 
 
 class _Forks:
@@ -376,10 +376,10 @@ class PagedKVCache:
             try:
                 group.flush()
             except StoreFullError as error:
-                _LOG.warning("the store is full, forgetting cached pages: %s", error)
+                logger.warning("the store is full, forgetting cached pages: %s", error)
             earlier = group.take_untold_error()
             if earlier is not None:
-                _LOG.warning("evicted pages could not be written at first: %s", earlier)
+                logger.warning("evicted pages could not be written at first: %s", earlier)
         self.is_closed = True
         try:
             self._loader.close()

@@ -18,7 +18,7 @@ from pagedkv.store import PageStore
 
 Array = npt.NDArray[Any]
 
-_LOG = logging.getLogger("pagedkv")
+logger = logging.getLogger("pagedkv")
 _BATCH_NBYTES = 32 << 20
 _CHECK_PAGES = 8
 
@@ -215,7 +215,7 @@ class Mover:
             try:
                 self._spill([page for page, _ in foreign], [values for _, values in foreign])
             except StoreError as error:
-                _LOG.warning("pages of other processes are not reused: %s", error)
+                logger.warning("pages of other processes are not reused: %s", error)
                 for page, _ in foreign:
                     self.places.set_row(page, None, exact=False)
 

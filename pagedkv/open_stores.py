@@ -6,8 +6,9 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
+from pagedkv import lane_document
 from pagedkv.errors import StoreLockedError
-from pagedkv.lane_lock import LaneLock, holder_of
+from pagedkv.lane_lock import LaneLock
 
 
 class OpenStore(Protocol):
@@ -43,9 +44,10 @@ def require_no_writer(path: Path) -> None:
     for store in list(_open_stores):
         lock = store.lane_lock
         if lock is not None and _is_same(store.path, path):
+            holder = lane_document.read(store.path, lock.lane).last_writer
             raise StoreLockedError(
                 f"{path} is already open for writing in this process"
-                f" ({holder_of(lock.path)}, lane {lock.lane}): share that PageStore, or close it"
+                f" ({holder}, lane {lock.lane}): share that PageStore, or close it"
                 " first"
             )
 

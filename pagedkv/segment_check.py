@@ -142,11 +142,6 @@ def expected_index(geometry: Geometry, records: npt.NDArray[Any], held: Mask) ->
     return index.tobytes() + crc32c(index).to_bytes(4, "little")
 
 
-def index_nbytes(geometry: Geometry) -> int:
-    """Bytes of the index that ends a segment file."""
-    return geometry.rows * geometry.num_layers * 16 + 4
-
-
 class _SegmentReading:
     """The steps of a check, each of which needs what the ones before it found."""
 
@@ -266,7 +261,7 @@ class _SegmentReading:
 
     def _index(self) -> "Bytes | str":
         if self.index is None:
-            nbytes = index_nbytes(self.geometry)
+            nbytes = self.geometry.index_nbytes
             self.index = self._read(self.place.kv, nbytes, from_end=True)
         return self.index
 
@@ -274,7 +269,7 @@ class _SegmentReading:
         """Rows that the segment's index names, if it is right: the catalogue may have lost them."""
         rows = np.zeros(self.geometry.rows, np.bool_)
         index = self._index()
-        if not isinstance(index, str) and _is_sealed(index, index_nbytes(self.geometry)):
+        if not isinstance(index, str) and _is_sealed(index, self.geometry.index_nbytes):
             entries = index[:-4].view("<u8").reshape(self.geometry.rows, -1)
             rows |= (entries != NO_ENTRY).any(axis=1)
         return rows

@@ -5,8 +5,8 @@ reaches the cache one layer at a time. So these pages do not go into the store's
 a file without a name, as raw numbers, which is gone when its process is.
 """
 
-import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,9 +53,8 @@ class SpillFile:
         self._is_closed = False
         self._where = f"the spill file in {folder}"
         with files.translated(folder):
-            self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by close()
-                dir=folder, prefix=files.TEMP_PREFIX, buffering=0
-            )
+            self._fd = files.scratch_file(folder)
+        self._close_file = weakref.finalize(self, files.close_file, self._fd)
 
     @property
     def num_used(self) -> int:
@@ -159,7 +158,7 @@ class SpillFile:
             self._is_closed = True
             while self._num_users:
                 self._lock.wait()
-            self._file.close()
+            self._close_file()
 
     @contextmanager
     def _open_file(self) -> Iterator[int]:
@@ -169,7 +168,7 @@ class SpillFile:
                 raise ClosedError("the cache was closed meanwhile: make another")
             self._num_users += 1
         try:
-            yield self._file.fileno()
+            yield self._fd
         finally:
             with self._lock:
                 self._num_users -= 1

@@ -18,9 +18,9 @@ from pagedkv.catalog import HAS_PARENT, unpack_catalog
 from pagedkv.errors import StoreError
 from pagedkv.format import CATALOG, KV, Geometry, chunk_name, group_name, lane_name, segment_number
 from pagedkv.header import StoreHeader
-from pagedkv.lane_lock import lanes_of
+from pagedkv.lane_access import lanes_of
 from pagedkv.root import read_header
-from pagedkv.segment_check import index_nbytes, page_extents
+from pagedkv.segment_check import page_extents
 from pagedkv.spec import KVSpec
 
 FIRST_TOKENS = 8
@@ -100,7 +100,7 @@ def _read_group(place: Path, header: StoreHeader, group: int, lanes: list[int]) 
                 num_torn_chunks += 1
                 continue
             _, nbytes = page_extents(geometry, records, np.flatnonzero(holds))
-            dead_nbytes -= min(sizes[number], int(nbytes.sum()) + index_nbytes(geometry))
+            dead_nbytes -= min(sizes[number], int(nbytes.sum()) + geometry.index_nbytes)
             parts.append(records[holds])
             part_lanes.append(lane)
     records = np.concatenate(parts) if parts else np.zeros(0, geometry.record_dtype)
@@ -158,7 +158,6 @@ class PrefixTree:
             else:
                 is_first = parent == root_key
                 self.starts[position] = Start.FIRST if is_first else Start.ORPHAN
-
         self._break_circles()
 
     def num_dead_pages(self) -> int:

@@ -84,14 +84,14 @@ class SegmentSource(Protocol):
 class LaneGroup:
     """The segments, the catalogue and the derived columns of one layer group in one lane.
 
-    ``commit``, ``load_map`` and ``grow`` are thread-safe; the store guards the attributes.
+    ``commit``, ``load_map`` and ``grow`` are thread-safe; ``Contents`` guards the attributes.
 
     Args:
         path: Folder of the group.
         segment_format: Writes and reads its segment files.
 
     Attributes:
-        segments: The committed segments that the store knows, by number.
+        segments: The committed segments that are known, by number.
         next_segment: Number of the next segment to be written.
         is_complete: Whether ``load`` could read all that it tried to; else it is worth another try.
     """
@@ -398,12 +398,7 @@ class LaneGroup:
 
     def _chunk_sizes(self, array: str) -> dict[int, int]:
         """Size of each chunk file of an array by its segment."""
-        sizes: dict[int, int] = {}
-        for name, size in files.file_sizes(self.path / array).items():
-            number = segment_number(name, self._arrays[array])
-            if number is not None:
-                sizes[number] = size
-        return sizes
+        return chunk_sizes(self.path / array, self._arrays[array])
 
     def _num_rows(self, array: str) -> int | None:
         """Length of an array, or None if its document is missing or torn."""
@@ -431,6 +426,16 @@ class LaneGroup:
                 growth += len(after) - len(before)
         self._capacity = num_segments
         return growth
+
+
+def chunk_sizes(folder: Path, num_dimensions: int) -> dict[int, int]:
+    """Size of each chunk file of the array in ``folder`` by its segment."""
+    sizes: dict[int, int] = {}
+    for name, size in files.file_sizes(folder).items():
+        number = segment_number(name, num_dimensions)
+        if number is not None:
+            sizes[number] = size
+    return sizes
 
 
 def is_young(changed_ns: int) -> bool:

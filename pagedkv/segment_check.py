@@ -12,7 +12,17 @@ from pagedkv import files
 from pagedkv.catalog import derived_chunks, unpack_catalog
 from pagedkv.files import Bytes
 from pagedkv.findings import Cost, Damage, Finding
-from pagedkv.format import CATALOG, KV, NO_ENTRY, Geometry, chunk_name, crc32c, derived_columns
+from pagedkv.format import (
+    CATALOG,
+    CATALOG_DIMENSIONS,
+    KV,
+    KV_DIMENSIONS,
+    NO_ENTRY,
+    Geometry,
+    chunk_name,
+    crc32c,
+    derived_columns,
+)
 from pagedkv.spec import PageKey
 
 Mask = npt.NDArray[np.bool_]
@@ -47,12 +57,12 @@ class SegmentPlace:
     @property
     def catalog(self) -> Path:
         """Its chunk of the catalogue."""
-        return self.file(CATALOG, 2)
+        return self.file(CATALOG, len(CATALOG_DIMENSIONS))
 
     @property
     def kv(self) -> Path:
         """Its pages."""
-        return self.file(KV, 6)
+        return self.file(KV, len(KV_DIMENSIONS))
 
     def columns(self) -> dict[str, Path]:
         """Its chunks of the derived columns."""

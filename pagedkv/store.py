@@ -1,9 +1,7 @@
 """``PageStore``: pages on disk, by key, in a Zarr v3 store that never returns wrong bytes."""
 
 import functools
-import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +13,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import files, open_stores, root
-from pagedkv.arrays import as_int
+from pagedkv import files, open_stores, opening
 from pagedkv.catalog import entry_of
-from pagedkv.codec import Codec, get_codec
+from pagedkv.codec import Codec
 from pagedkv.contents import Contents
 from pagedkv.errors import (
     ClosedError,
@@ -43,11 +40,9 @@ from pagedkv.page_reader import PageReader
 from pagedkv.reclaim import CollectReport, Keep
 from pagedkv.row_reader import RowReader
 from pagedkv.row_writer import RowWriter
-from pagedkv.segment_sources import NewPages
+from pagedkv.segment_sources import new_pages
 from pagedkv.space import Space
 from pagedkv.spec import KVSpec, PageKey, parse_nbytes
-
-logger = logging.getLogger("pagedkv")
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +53,8 @@ class PageStore:
     """Pages of one or several specs on disk, found by key. Made by ``PageStore.open``.
 
     Thread-safe; no lock is held while it reads or writes pages. Several processes may have one
-    store open: each writer owns a lane, and all read all lanes as they were on opening.
+    store open: each writer owns a lane, and all read all lanes. What others have done since, a
+    process notices when it calls ``refresh``.
     """
 
     def __init__(
@@ -133,42 +129,20 @@ class PageStore:
             StoreError: There is no store, or no folder that can be one; the path is named.
             ValueError: An argument is out of range.
         """
-        _check_options(mode, read_deadline, read_threads)
-        specs = _as_specs(spec)
+        opening.check_options(mode, read_deadline, read_threads)
         bound = None if max_nbytes is None else parse_nbytes(max_nbytes)
-        chosen = None if codec is None else get_codec(codec)
         place = Path(path).absolute()
-        header = root.read_header(place)
-        if header is None:
-            if mode == "r":
-                raise StoreError(f"there is no store at {place}")
-            if not specs:
-                raise ValueError(f"there is no store at {place}: give the spec of a new one")
-            wanted = StoreHeader.new(specs, get_codec(codec), bound, store_tokens=store_tokens)
-            header = root.create(place, wanted)
-        header.require_match(specs, chosen, f"the store {place}")
+        header = opening.find_header(
+            place, spec, codec, bound, store_tokens=store_tokens, make=mode == "a"
+        )
         make = functools.partial(
             cls, place, read_deadline=read_deadline, read_threads=read_threads, direct=direct
         )
         if mode == "r":
             return make(header, None)
-        with open_stores.opening, files.translated(place, "write to the store"):
-            open_stores.require_no_writer(place)
-            lane_lock: LaneLock | None = None
-            try:
-                with files.locked(place):  # nobody measures lanes without an owner meanwhile
-                    lane_lock = LaneLock.take(place)
-                root.mend(place, header)
-                lane_lock.clean()
-                if bound is not None and bound != header.max_nbytes:
-                    root.set_max_nbytes(place, bound)
-                    header = replace(header, max_nbytes=bound)
-                keep_tokens = store_tokens and header.store_tokens
-                return make(replace(header, store_tokens=keep_tokens), lane_lock)
-            except BaseException:
-                if lane_lock is not None:
-                    lane_lock.release()
-                raise
+        with opening.lane_taken(place, header, bound) as (header, lane_lock):
+            keep_tokens = store_tokens and header.store_tokens
+            return make(replace(header, store_tokens=keep_tokens), lane_lock)
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
@@ -217,7 +191,7 @@ class PageStore:
 
     @property
     def num_segments_given_up(self) -> int:
-        """How often rows have become invalid: segments that left, as far as this process knows."""
+        """Segments that left since the store was opened, by whomever: their rows are void."""
         return self._contents.num_dropped
 
     @property
@@ -375,7 +349,13 @@ class PageStore:
             if not (packed < 0).any():
                 return [unpack_row(row) for row in packed.tolist()]
             fresh = {keys[n]: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
-            source = self._source(group, entries, arrays, sorted(fresh.values()))
+            source = new_pages(
+                self._contents.formats[group],
+                entries,
+                arrays,
+                sorted(fresh.values()),
+                store_tokens=self._header.store_tokens,
+            )
             with self._writing(), files.translated(self.path, "write pages to"):
                 writer.write(group, source, own)
             packed = index.get_many(keys)  # a page may have been given up meanwhile, to make room
@@ -521,23 +501,6 @@ class PageStore:
         finally:
             self._space.measure(nbytes)
 
-    def _source(
-        self, group: int, entries: Sequence[PageEntry], arrays: PageArrays, numbers: list[int]
-    ) -> NewPages:
-        """Those of the pages, with zeros behind the tokens of tails."""
-        form = self._contents.formats[group]
-        spec, chosen = form.spec, [entries[number] for number in numbers]
-        if any(entry.num_tokens < spec.page_tokens for entry in chosen):
-            tails = [
-                _without_rest(spec, entry, arrays.page(number))
-                for entry, number in zip(chosen, numbers, strict=True)
-            ]
-            arrays = PageArrays(tails, None, spec.page_shape, spec.np_dtype, "a page")
-            arrays.fill()
-        elif len(numbers) < len(entries):
-            arrays = arrays.part(np.array(numbers))
-        return NewPages(form, chosen, arrays, store_tokens=self._header.store_tokens)
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Let ``close`` wait for the block's end."""
@@ -578,30 +541,3 @@ class PageStore:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(self._closed)
-
-
-def _check_options(mode: str, read_deadline: float | None, read_threads: int) -> None:
-    if sys.platform == "win32":
-        raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
-    if mode not in ("a", "r"):
-        raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
-    if read_deadline is not None and not read_deadline > 0:
-        raise ValueError(f"read_deadline is {read_deadline!r}: give seconds, or None for ever")
-    if as_int("read_threads", read_threads) < 1:
-        raise ValueError(f"read_threads is {read_threads}: at least one thread must read")
-
-
-def _as_specs(spec: KVSpec | Sequence[KVSpec] | None) -> tuple[KVSpec, ...] | None:
-    specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
-    for one in specs or ():
-        if not isinstance(one, KVSpec):
-            raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
-    return specs
-
-
-def _without_rest(spec: KVSpec, entry: PageEntry, page: Array) -> Array:
-    if entry.num_tokens == spec.page_tokens:
-        return page
-    tail = np.zeros(spec.page_shape, spec.np_dtype)
-    tail[:, :, : entry.num_tokens] = page[:, :, : entry.num_tokens]
-    return tail

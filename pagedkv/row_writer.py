@@ -95,7 +95,7 @@ class RowWriter:
         """How much writing these pages puts on the disk at most."""
         group = self._contents.groups[self._lane, number]
         num_segments = -(-len(source.keys) // group.geometry.rows)
-        growth_nbytes = group.growth_nbytes(group.next_segment + num_segments)
+        growth_nbytes = group.arrays.growth_nbytes(group.next_segment + num_segments)
         return group.geometry.write_nbytes(len(source.keys)) + growth_nbytes
 
     def _has_room(self, nbytes: int) -> bool:
@@ -118,7 +118,7 @@ class RowWriter:
         written = 0
         try:
             with files.translated(group.path, "write pages to"):
-                written += group.grow(group.next_segment)
+                written += group.arrays.grow(group.next_segment)
                 made = group.commit(first, source)
             with self._contents.lock:
                 for segment, segment_map in made:

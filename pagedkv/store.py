@@ -451,7 +451,7 @@ class PageStore:
                 try:
                     for (lane, _), group in list(self._contents.groups.items()):
                         if lane == self.lane_lock.lane:
-                            group.trim()
+                            group.arrays.trim(group.next_segment)
                     self._space.close()
                 finally:
                     self.lane_lock.release()

@@ -33,7 +33,11 @@ class LaneLock:
 
     @classmethod
     def take(cls, root: Path) -> "LaneLock":
-        """Lock the first lane of the store that nobody holds, made if there is none."""
+        """Lock the first lane of the store that nobody holds, made if there is none.
+
+        Raises:
+            OSError: The system could not make or lock it.
+        """
         for lane in itertools.count():
             path = root / lane_name(lane)
             files.make_dir(path)
@@ -44,7 +48,11 @@ class LaneLock:
 
     @classmethod
     def try_take(cls, root: Path, lane: int) -> "LaneLock | None":
-        """Lock a lane if nobody holds it."""
+        """Lock a lane if nobody holds it.
+
+        Raises:
+            OSError: It is gone (``files.is_vanished``), or the system could not lock it.
+        """
         path = root / lane_name(lane)
         fd = files.open_folder(path)
         try:

@@ -53,6 +53,10 @@ def create(root: Path, header: StoreHeader) -> StoreHeader:
 
     The root group's document is written last and at once, so that an interrupted creation leaves an
     empty folder, which the next one completes.
+
+    Raises:
+        StoreError: The system could not write, or ``root`` holds something else.
+        FormatVersionError: Another process made a store of a later format there meanwhile.
     """
     document = metadata.root_document(header)
     with files.translated(root, "create the store"):
@@ -88,11 +92,13 @@ def mend(root: Path, header: StoreHeader) -> bool:
 
 
 def set_max_nbytes(root: Path, max_nbytes: int) -> None:
-    """Change the bound in the store's attributes, and in the lanes' copies of them."""
-    with (
-        files.translated(root, "change max_nbytes of"),
-        files.locked(root),
-    ):
+    """Change the bound in the store's attributes, and in the lanes' copies of them.
+
+    Raises:
+        StoreError: The store is gone, or the system could not read or write.
+        FormatVersionError: It was replaced by one of a later format meanwhile.
+    """
+    with files.translated(root, "change max_nbytes of"), files.locked(root):
         header = read_header(root)
         if header is None:
             raise StoreError(f"the store {root} is gone")

@@ -76,8 +76,8 @@ class PageStore:
         self._rows = RowReader(self._contents, self._files)
         self._read_deadline = read_deadline
         self._lock = threading.Lock()
-        self._no_writers = threading.Condition(self._lock)
-        self._num_writers = 0
+        self._no_writes = threading.Condition(self._lock)
+        self._num_writes = 0
         self._closed = ""
         self._writer: RowWriter | None = None
         with files.translated(path, "open the store"):
@@ -416,13 +416,15 @@ class PageStore:
         self._rows.read(rows, layer, out, at, self._deadline(deadline))
 
     def touch(self, rows: Iterable[StoreRow]) -> None:
-        """Count pages as used now, though they were not read."""
+        """Count pages as used now, though they were not read; rows without a page do no harm."""
         self._check_open()
         used_at = self._contents.tick()
         for row in rows:
-            found = self._contents.groups[row.lane, row.group].locate(row.row)
+            group = self._contents.groups.get((row.lane, row.group))
+            found = None if group is None else group.locate(row.row)
             if found is not None:
-                found[0].used_at[found[1]] = used_at
+                segment, place = found
+                segment.used_at[place] = used_at
 
     def collect(self, max_nbytes: int | str) -> CollectReport:
         """Give up the pages that were used least lately until the store takes ``max_nbytes``.
@@ -442,8 +444,8 @@ class PageStore:
             return
         with self._lock:
             self._closed = f"the store {self.path} is closed"
-            while self._num_writers:
-                self._no_writers.wait()
+            while self._num_writes:
+                self._no_writes.wait()
         open_stores.discard(self)
         self._files.close()
         if self.lane_lock is not None:
@@ -506,13 +508,13 @@ class PageStore:
         """Let ``close`` wait for the block's end."""
         with self._lock:
             self._check_open()
-            self._num_writers += 1
+            self._num_writes += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_writers -= 1
-                self._no_writers.notify_all()
+                self._num_writes -= 1
+                self._no_writes.notify_all()
 
     def _locate(self, row: StoreRow) -> tuple[LaneGroup, Segment, int, PageKey]:
         group = self._contents.groups.get((row.lane, row.group))

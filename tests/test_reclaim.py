@@ -193,7 +193,7 @@ class TestOrder:
         orphans = [make_entries(SPEC, 1, start=n)[0] for n in (10, 20, 30, 40)]
         write_segments(store, 100, 140)
         rows = store.write(0, orphans, PAGES[:4])
-        store.touch(rows)
+        store.touch([*rows, StoreRow(7, 0, 0), StoreRow(0, 0, 10**6)])
         report = give_up(store, 0.01)
         assert report.num_pages_dead == report.num_pages_evicted == 4
         assert found(store) == list(range(100, 140))

@@ -1,6 +1,7 @@
 """``PagedKVCache``: pages in a pool, and below it a store, shared by sequences and by key."""
 
 import copy
+import functools
 import logging
 import os
 import threading
@@ -35,7 +36,7 @@ from pagedkv.store import PageStore
 
 Array = npt.NDArray[Any]
 
-_LOG = logging.getLogger("pagedkv")
+logger = logging.getLogger("pagedkv")
 
 
 class _Forks:
@@ -121,7 +122,6 @@ class PagedKVCache:
                             counters=self._counters,
                         ),
                         store,
-                        self._pages_in_use,
                     )
                 )
             )
@@ -133,8 +133,6 @@ class PagedKVCache:
             for local in range(group_spec.held_layers)
         ]
         self._sequences: set[Sequence] = set()
-        if store is not None and not store.read_only:
-            store.protect(self._pages_in_use)
         self._loader = Loader()
         self._pid = os.getpid()
         self._num_forks = _forks.count
@@ -317,6 +315,16 @@ class PagedKVCache:
         with self._lock:
             self._sequences.discard(sequence)
 
+    def pages_in_use(self) -> set[tuple[int, PageKey]]:
+        """Group and key of the pages that live sequences hold: the store may not give them up."""
+        with self._lock:
+            return {
+                (number, key)
+                for number, group in enumerate(self._groups)
+                for key, page in group.places.index.items()
+                if page.ref_count and page.row is not None
+            }
+
     # -- the whole ---------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -368,10 +376,10 @@ class PagedKVCache:
             try:
                 group.flush()
             except StoreFullError as error:
-                _LOG.warning("the store is full, forgetting cached pages: %s", error)
+                logger.warning("the store is full, forgetting cached pages: %s", error)
             earlier = group.take_untold_error()
             if earlier is not None:
-                _LOG.warning("evicted pages could not be written at first: %s", earlier)
+                logger.warning("evicted pages could not be written at first: %s", earlier)
         self.is_closed = True
         try:
             self._loader.close()
@@ -437,16 +445,6 @@ class PagedKVCache:
         return f"<PagedKVCache: {self.num_slots} slots, store {self.store!r}>"
 
     # -- inside ------------------------------------------------------------------------------
-
-    def _pages_in_use(self) -> set[tuple[int, PageKey]]:
-        """Group and key of the pages that live sequences hold: the store may not give them up."""
-        with self._lock:
-            return {
-                (number, key)
-                for number, group in enumerate(self._groups)
-                for key, page in group.places.index.items()
-                if page.ref_count and page.row is not None
-            }
 
     def _group_of(self, keys: Seq[PageKey], group: int | None) -> LayerGroup:
         self.check_usable()
@@ -524,8 +522,17 @@ _owners: weakref.WeakKeyDictionary[PageStore, weakref.ref[PagedKVCache]] = (
 _owners_lock = threading.Lock()
 
 
+def _pages_in_use(owner: weakref.ref[PagedKVCache]) -> set[tuple[int, PageKey]]:
+    """What the cache's live sequences hold; a cache that was dropped has none."""
+    cache = owner()
+    return set() if cache is None else cache.pages_in_use()
+
+
 def _take_over(store: PageStore, cache: PagedKVCache) -> None:
-    """Note that the store is the cache's; ``StoreLockedError`` if it is another's."""
+    """Note that the store is the cache's; ``StoreLockedError`` if it is another's.
+
+    The store learns what it may not give up, without keeping a cache alive that was dropped.
+    """
     with _owners_lock:
         owner = _owners.get(store)
         other = None if owner is None else owner()
@@ -535,6 +542,8 @@ def _take_over(store: PageStore, cache: PagedKVCache) -> None:
                 "use that one, or open the store again"
             )
         _owners[store] = weakref.ref(cache)
+        if not store.read_only:
+            store.protect(functools.partial(_pages_in_use, _owners[store]))
 
 
 def _pool_path(

@@ -19,7 +19,7 @@ from pagedkv.format import (
 )
 from pagedkv.header import StoreHeader
 from pagedkv.lane import LaneGroup, Segment, is_young
-from pagedkv.lane_lock import lanes_of
+from pagedkv.lane_access import lanes_of
 from pagedkv.row_index import RowIndex
 from pagedkv.segment import SegmentFormat
 from pagedkv.segment_map import SegmentMap

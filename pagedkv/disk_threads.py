@@ -93,7 +93,7 @@ class DiskThreads:
         self._wake = threading.Condition()
         self._num_idle = 0
         self._threads: set[threading.Thread] = set()
-        self._running: dict[Job, threading.Thread] = {}
+        self._running: set[Job] = set()
         self._is_closed = False
 
     @property
@@ -194,12 +194,12 @@ class DiskThreads:
                     self._threads.discard(threading.current_thread())
                     return
                 job = self._queue.popleft()
-                self._running[job] = threading.current_thread()
+                self._running.add(job)
             if len(memory) < job.nbytes:
                 memory = aligned(job.nbytes)
             job.run(memory)
             with self._wake:
-                del self._running[job]
+                self._running.remove(job)
                 job.is_done = True
                 self._wake.notify_all()
             del job  # and with it the caller's memory, while this thread is idle

@@ -111,7 +111,7 @@ class EvictionRing:
             return
         with self._lock:
             try:
-                chunk = encode([*reversed(fresh), *self._read()])
+                chunk = encode([*reversed(fresh), *self.entries()])
                 if files.file_sizes(self._path.parent).get(self._path.name) == EVICTED_NBYTES:
                     files.overwrite(self._path, chunk, 0)  # half of it is as good as records are
                 else:
@@ -125,9 +125,6 @@ class EvictionRing:
         Raises:
             OSError: The system could not read; a missing ring is empty.
         """
-        return self._read()
-
-    def _read(self) -> list[EvictedPage]:
         try:
             return decode(files.read_bytes(self._path))
         except OSError as error:

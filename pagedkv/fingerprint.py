@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pagedkv.errors import PagedKVError
 from pagedkv.model_config import read_config
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _NUM_READERS = 4
 _FRAME = struct.Struct("<Q")
@@ -116,7 +116,7 @@ class _HashCache:
         except FileNotFoundError:
             entries = {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            _LOG.warning("ignoring %s, which cannot be read: %s", path, error)
+            logger.warning("ignoring %s, which cannot be read: %s", path, error)
             entries = {}
         return cls(path, entries)
 
@@ -157,7 +157,7 @@ class _HashCache:
                     Path(temporary).unlink()
                 raise
         except OSError as error:
-            _LOG.warning("hashes of weights are not kept: %s", error)
+            logger.warning("hashes of weights are not kept: %s", error)
 
 
 def _parse_entries(values: Mapping[str, Any]) -> dict[str, tuple[_Identity, bytes]]:

@@ -37,8 +37,6 @@ NO_ENTRY = np.uint64(2**64 - 1)
 KV_DIMENSIONS = ("row", "layer", "kind", "token", "head", "channel")
 CATALOG_DIMENSIONS = ("row", "record")
 
-LayerCrcs = npt.NDArray[np.uint32]
-"""CRC32C of each layer's payload, ``(page, layer)``."""
 LayerSizes = npt.NDArray[np.uint32]
 """Bytes of each layer's payload, without its CRC, ``(page, layer)``."""
 
@@ -174,9 +172,14 @@ class Geometry:
         """One page: its layers one after the other; the most it can be if that is not fixed."""
         return self.num_layers * self.chunk_nbytes
 
+    @property
+    def index_nbytes(self) -> int:
+        """The index that ends a segment file: two numbers for each layer, and their CRC32C."""
+        return self.rows * self.num_layers * 16 + 4
+
     def segment_nbytes(self, num_pages: int) -> int:
         """A segment file that holds ``num_pages`` pages, with its index."""
-        return num_pages * self.page_nbytes + self.rows * self.num_layers * 16 + 4
+        return num_pages * self.page_nbytes + self.index_nbytes
 
     @property
     def record_dtype(self) -> np.dtype[Any]:
@@ -196,7 +199,7 @@ class Geometry:
     def write_nbytes(self, num_pages: int) -> int:
         """All that storing ``num_pages`` pages puts on the disk, split into full segments."""
         num_segments = -(-num_pages // self.rows)
-        overhead_nbytes = self.segment_nbytes(0) + self.catalog_nbytes + self.derived_nbytes
+        overhead_nbytes = self.index_nbytes + self.catalog_nbytes + self.derived_nbytes
         return num_pages * self.page_nbytes + num_segments * overhead_nbytes
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv import files
+from pagedkv import files, lane_document
 from pagedkv.catalog import HAS_TOKENS, IS_TAIL
 from pagedkv.evictions import EvictedPage, EvictionRing
 from pagedkv.format import EVICTED, FORMAT_VERSION, group_name, lane_name
 from pagedkv.header import StoreHeader
-from pagedkv.lane_access import is_in_use
-from pagedkv.lane_lock import holder_of, lanes_of
+from pagedkv.lane_access import is_in_use, lanes_of
 from pagedkv.spec import KVSpec
 from pagedkv.stored_pages import PrefixTree, StoredPages, read_store
 
@@ -176,7 +175,7 @@ def _lane_info(place: Path, lane: int, groups: list[StoredPages]) -> LaneInfo:
     return LaneInfo(
         lane=lane,
         is_held=is_in_use(path),
-        last_writer=holder_of(path),
+        last_writer=lane_document.read(place, lane).last_writer,
         num_segments=sum(pages.segments.count(lane) for pages in groups),
         num_pages=sum(int((pages.lanes == lane).sum()) for pages in groups),
         nbytes=files.tree_nbytes(path),

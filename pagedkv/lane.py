@@ -4,9 +4,7 @@ A lane has one writer process at a time. What it commits, every process can read
 """
 
 import contextlib
-import json
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,22 +14,20 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import files, metadata
+from pagedkv import files
 from pagedkv.catalog import HAS_PARENT, derived_chunks, map_of, unpack_catalog
 from pagedkv.codec import Bytes
 from pagedkv.format import (
     CATALOG,
-    CATALOG_DIMENSIONS,
     EVICTED,
     KV,
-    KV_DIMENSIONS,
-    METADATA,
     Geometry,
     chunk_name,
     crc32c,
     derived_columns,
     segment_number,
 )
+from pagedkv.lane_arrays import LaneArrays
 from pagedkv.segment import SegmentFormat
 from pagedkv.segment_map import SegmentMap
 from pagedkv.spec import PageKey
@@ -40,10 +36,7 @@ Array = npt.NDArray[Any]
 
 logger = logging.getLogger("pagedkv")
 
-_FIRST_SEGMENTS = 16
-_MORE_SEGMENTS = 256
 _SYNCED_TOGETHER = 4
-_GROWTH_NBYTES = 16 * 2**10
 _YOUNG_NS = 50 * 10**6
 """A folder changed so lately may change again without showing it."""
 
@@ -84,14 +77,15 @@ class SegmentSource(Protocol):
 class LaneGroup:
     """The segments, the catalogue and the derived columns of one layer group in one lane.
 
-    ``commit``, ``load_map`` and ``grow`` are thread-safe; the store guards the attributes.
+    ``commit`` and ``load_map`` are thread-safe; ``Contents`` guards the attributes.
 
     Args:
         path: Folder of the group.
         segment_format: Writes and reads its segment files.
 
     Attributes:
-        segments: The committed segments that the store knows, by number.
+        arrays: The arrays' documents and lengths.
+        segments: The committed segments that are known, by number.
         next_segment: Number of the next segment to be written.
         is_complete: Whether ``load`` could read all that it tried to; else it is worth another try.
     """
@@ -99,15 +93,12 @@ class LaneGroup:
     def __init__(self, path: Path, segment_format: SegmentFormat) -> None:
         self.path = path
         self.segment_format = segment_format
+        self.arrays = LaneArrays(path, segment_format)
         self.segments: dict[int, Segment] = {}
         self.next_segment = 0
         self.is_complete = True
         self._torn: set[int] = set()
         self._columns = derived_columns(self.geometry.page_tokens)
-        self._arrays = {KV: len(KV_DIMENSIONS), CATALOG: len(CATALOG_DIMENSIONS)}
-        self._arrays |= {column.name: len(column.dimensions) for column in self._columns}
-        self._growth = threading.Lock()
-        self._capacity = 0
 
     @property
     def geometry(self) -> Geometry:
@@ -116,7 +107,7 @@ class LaneGroup:
 
     def chunk_path(self, array: str, number: int) -> Path:
         """File of a segment in one of the group's arrays (``kv``, ``catalog``, …)."""
-        return self.path / array / chunk_name(number, self._arrays[array])
+        return self.path / array / chunk_name(number, self.arrays.num_dimensions[array])
 
     def load(self) -> list[tuple[Segment, SegmentMap]]:
         """Read what the catalogue has beyond ``segments``: committed segments, in order.
@@ -206,17 +197,16 @@ class LaneGroup:
 
     def missing_nbytes(self) -> int:
         """About how much ``prepare`` is going to write."""
-        documents = self._documents() if self._missing_documents() else {}
-        columns = len(self._incomplete()) * self.geometry.derived_nbytes
-        return 2 * sum(len(document) for document in documents.values()) + columns
+        columns_nbytes = len(self._incomplete()) * self.geometry.derived_nbytes
+        return self.arrays.missing_nbytes() + columns_nbytes
 
     def clean(self) -> None:
         """Remove what interrupted writers left: bytes without a record do not exist."""
         files.remove_temps(self.path)
         committed = self._chunk_sizes(CATALOG)
-        for array in (*self._arrays, EVICTED):
+        for array in (*self.arrays.num_dimensions, EVICTED):
             files.remove_temps(self.path / array)
-        for array in self._arrays:
+        for array in self.arrays.num_dimensions:
             for number in self._chunk_sizes(array).keys() - committed:
                 files.remove(self.chunk_path(array, number))
 
@@ -226,17 +216,11 @@ class LaneGroup:
         Makes missing folders, documents and chunks of derived columns.
         """
         files.make_dir(self.path)
-        missing = self._missing_documents()
-        if missing or metadata.read_document(self.path) is None:
-            documents = self._documents()
-            for array in missing:
-                files.make_dir(self.path / array)
-                files.write_atomic(self.path / array / METADATA, [documents[array]])
-            files.write_atomic(self.path / METADATA, [metadata.group_document()])
-        num_rows = self._num_rows(CATALOG) or 0
+        self.arrays.make_missing()
+        num_rows = self.arrays.num_rows(CATALOG) or 0
         self.next_segment = max(self.next_segment, -(-num_rows // self.geometry.rows))
         self._complete_columns()
-        self._set_capacity(self.next_segment)
+        self.arrays.trim(self.next_segment)
         files.sync_dir(self.path)
 
     def commit(self, first: int, source: SegmentSource) -> list[tuple[Segment, SegmentMap]]:
@@ -267,27 +251,6 @@ class LaneGroup:
         for segment, _, chunk in made:
             self._write_columns(segment.number, chunk, np.arange(rows) < len(segment.keys))
         return [(segment, segment_map) for segment, segment_map, _ in made]
-
-    def growth_nbytes(self, num_segments: int) -> int:
-        """About how much ``grow`` is going to write beside what is there."""
-        return _GROWTH_NBYTES if num_segments > self._capacity else 0
-
-    def grow(self, num_segments: int) -> int:
-        """Make the arrays long enough for so many segments; in steps, so that it happens rarely.
-
-        Returns:
-            How many bytes longer their documents are.
-        """
-        with self._growth:
-            if num_segments <= self._capacity:
-                return 0
-            ahead = min(max(num_segments, _FIRST_SEGMENTS), _MORE_SEGMENTS)
-            return self._set_capacity(num_segments + ahead)
-
-    def trim(self) -> None:
-        """Make the arrays end where the last segment does."""
-        with self._growth:
-            self._set_capacity(self.next_segment)
 
     @property
     def num_torn_chunks(self) -> int:
@@ -388,49 +351,19 @@ class LaneGroup:
             incomplete |= {n for n in self.segments if sizes.get(n) != nbytes}
         return incomplete
 
-    def _documents(self) -> dict[str, bytes]:
-        """The documents of all arrays, without rows."""
-        form = self.segment_format
-        return metadata.array_documents(form.spec, form.codec, self.geometry)
-
-    def _missing_documents(self) -> list[str]:
-        return [array for array in (*self._arrays, EVICTED) if self._num_rows(array) is None]
-
     def _chunk_sizes(self, array: str) -> dict[int, int]:
         """Size of each chunk file of an array by its segment."""
-        sizes: dict[int, int] = {}
-        for name, size in files.file_sizes(self.path / array).items():
-            number = segment_number(name, self._arrays[array])
-            if number is not None:
-                sizes[number] = size
-        return sizes
+        return chunk_sizes(self.path / array, self.arrays.num_dimensions[array])
 
-    def _num_rows(self, array: str) -> int | None:
-        """Length of an array, or None if its document is missing or torn."""
-        document = metadata.read_document(self.path / array)
-        try:
-            return None if document is None else int(document["shape"][0])
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError):
-            return None
 
-    def _set_capacity(self, num_segments: int) -> int:
-        num_rows = num_segments * self.geometry.rows
-        lengths = {array: self._num_rows(array) for array in self._arrays}
-        made: dict[str, bytes] = {}
-        if None in lengths.values():  # damaged meanwhile: they hold nothing that is not known
-            made = self._documents()
-        growth = 0
-        for array, length in lengths.items():
-            if length != num_rows:
-                path = self.path / array / METADATA
-                before = files.read_bytes(path) if length is not None else made[array]
-                document = json.loads(before)
-                document["shape"][0] = num_rows
-                after = json.dumps(document, indent=2).encode()
-                files.write_atomic(path, [after])
-                growth += len(after) - len(before)
-        self._capacity = num_segments
-        return growth
+def chunk_sizes(folder: Path, num_dimensions: int) -> dict[int, int]:
+    """Size of each chunk file of the array in ``folder`` by its segment."""
+    sizes: dict[int, int] = {}
+    for name, size in files.file_sizes(folder).items():
+        number = segment_number(name, num_dimensions)
+        if number is not None:
+            sizes[number] = size
+    return sizes
 
 
 def is_young(changed_ns: int) -> bool:

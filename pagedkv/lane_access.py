@@ -1,10 +1,17 @@
-"""Whether a lane is in use, and its lock for who mends it without writing pages."""
+"""Which lanes a store has, which are in use, and the lock for who mends one."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from pagedkv import files
+from pagedkv.format import lane_number
+
+
+def lanes_of(root: Path) -> list[int]:
+    """Numbers of all lanes of the store at ``root``, ascending."""
+    numbers = [lane_number(name) for name in files.subfolders(root)]
+    return sorted(lane for lane in numbers if lane is not None)
 
 
 @contextlib.contextmanager

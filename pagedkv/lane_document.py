@@ -48,6 +48,15 @@ class LaneDocument:
         claim = self.attributes.get(CLAIM)
         return claim if type(claim) is int and claim >= 0 else None
 
+    @property
+    def last_writer(self) -> str:
+        """Who writes the lane, or wrote there last, in words."""
+        try:
+            writer = self.attributes[LAST_WRITER]
+            return f"process {writer['pid']} on {writer['host']} since {writer['since']}"
+        except (KeyError, TypeError):
+            return "an unknown process"
+
 
 def read(root: Path, lane: int) -> LaneDocument:
     """The document of a lane.

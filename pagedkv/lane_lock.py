@@ -5,7 +5,6 @@ group: a lock file would be foreign to the Zarr hierarchy, and readers would war
 """
 
 import itertools
-import json
 import os
 import socket
 import weakref
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv import files, lane_document
-from pagedkv.format import ATTRIBUTE, METADATA, lane_name, lane_number
+from pagedkv.format import lane_name
 
 
 class LaneLock:
@@ -34,7 +33,11 @@ class LaneLock:
 
     @classmethod
     def take(cls, root: Path) -> "LaneLock":
-        """Lock the first lane of the store that nobody holds, made if there is none."""
+        """Lock the first lane of the store that nobody holds, made if there is none.
+
+        Raises:
+            OSError: The system could not make or lock it.
+        """
         for lane in itertools.count():
             path = root / lane_name(lane)
             files.make_dir(path)
@@ -45,7 +48,11 @@ class LaneLock:
 
     @classmethod
     def try_take(cls, root: Path, lane: int) -> "LaneLock | None":
-        """Lock a lane if nobody holds it."""
+        """Lock a lane if nobody holds it.
+
+        Raises:
+            OSError: It is gone (``files.is_vanished``), or the system could not lock it.
+        """
         path = root / lane_name(lane)
         fd = files.open_folder(path)
         try:
@@ -84,20 +91,3 @@ class LaneLock:
     def drop(self) -> None:
         """Close this process's descriptor; a parent that shares the lock keeps it."""
         self._close()
-
-
-def lanes_of(root: Path) -> list[int]:
-    """Numbers of all lanes of the store at ``root``."""
-    numbers = [lane_number(name) for name in files.subfolders(root)]
-    return sorted(lane for lane in numbers if lane is not None)
-
-
-def holder_of(path: Path) -> str:
-    """Who wrote itself into the group of the lane at ``path``."""
-    try:
-        holder = json.loads(files.read_bytes(path / METADATA))["attributes"][ATTRIBUTE][
-            "last_writer"
-        ]
-        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "an unknown process"

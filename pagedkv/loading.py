@@ -95,7 +95,12 @@ class Loader:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pagedkv-load")
 
     def start(self, read: Callable[[], Array], out: Array, deadline: float | None) -> LoadHandle:
-        """Begin to read; ``read`` returns fresh pages of the shape of ``out``."""
+        """Begin to read; ``read`` returns fresh pages of the shape of ``out``.
+
+        Raises:
+            ValueError: ``deadline`` is no number of seconds from now.
+            ClosedError: The cache was closed.
+        """
         handle = LoadHandle(out, deadline)
         try:
             handle._future = self._threads.submit(handle._run, read)

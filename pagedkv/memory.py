@@ -53,6 +53,11 @@ class PageArrays:
         at: Which places of that axis; all of them by default. Only for one array.
         shape: Of a page ``(layer, kind, token, head, channel)``, or of one layer of it.
         dtype: Of the numbers.
+        what: What to call one of the arrays in messages.
+
+    Attributes:
+        count: How many pages.
+        memory: Where they are: in the caller's arrays, or staged.
 
     Raises:
         ValueError: A shape, dtype or place does not fit; the message names it.

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
 from pagedkv.format import PageEntry, StoreRow
 from pagedkv.page import Page, PageState
-from pagedkv.reclaim import Keep
 from pagedkv.residency import Residency
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.spill import SpillFile
@@ -19,7 +18,7 @@ from pagedkv.store import PageStore
 
 Array = npt.NDArray[Any]
 
-_LOG = logging.getLogger("pagedkv")
+logger = logging.getLogger("pagedkv")
 _BATCH_NBYTES = 32 << 20
 _CHECK_PAGES = 8
 
@@ -39,7 +38,6 @@ class Mover:
         number: Index of the group among the store's specs.
         places: Where the pages are.
         store: The tier below, or ``None``.
-        keep: Tells the pages that live sequences of the cache hold; called without the lock.
 
     Attributes:
         batch: Most pages that are read or written at once.
@@ -51,12 +49,10 @@ class Mover:
         number: int,
         places: Residency,
         store: PageStore | None,
-        keep: Keep,
     ) -> None:
         self.number = number
         self.places = places
         self.store = store
-        self._keep = keep
         self._spec = places.spec
         self._pool = places.pool
         self._counters = places.counters
@@ -237,7 +233,7 @@ class Mover:
             try:
                 self._spill([page for page, _ in foreign], [values for _, values in foreign])
             except StoreError as error:
-                _LOG.warning("pages of other processes are not reused: %s", error)
+                logger.warning("pages of other processes are not reused: %s", error)
                 for page, _ in foreign:
                     self.places.set_row(page, None, exact=False)
 
@@ -301,7 +297,7 @@ class Mover:
         """Write pages that are not the cache's to the store, durably; called without the lock."""
         assert self.store is not None
         began = time.perf_counter()
-        self.store.write(self.number, entries, pages, keep=self._keep)
+        self.store.write(self.number, entries, pages)
         with self.places.lock:
             self._count_stored(len(pages))
             self._counters.write_seconds += time.perf_counter() - began
@@ -320,7 +316,7 @@ class Mover:
             return spill.allocate(count)
         except StoreFullError:
             with self.places.lock.unlocked:
-                self.store.make_room(count * self._spec.page_nbytes, self._keep)
+                self.store.make_room(count * self._spec.page_nbytes)
             return spill.allocate(count)
 
     def spill_file(self) -> SpillFile:
@@ -408,11 +404,10 @@ class Mover:
                     entries,
                     self._pool.by_page,
                     at=np.array(slots, dtype=np.int64),
-                    keep=self._keep,
                 )
             else:
                 sources = [self._exact_bytes(slot, record) for slot, record in homes]
-                rows = self.store.write(self.number, entries, sources, keep=self._keep)
+                rows = self.store.write(self.number, entries, sources)
         self.places.set_stored(todo, rows, exact=self.store.codec.lossless)
         self._count_stored(len(todo))
 

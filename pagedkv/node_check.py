@@ -19,6 +19,7 @@ from pagedkv.format import (
     CATALOG,
     EVICTED,
     METADATA,
+    ROW_BITS,
     Geometry,
     chunk_name,
     group_name,
@@ -26,15 +27,13 @@ from pagedkv.format import (
     segment_number,
 )
 from pagedkv.header import StoreHeader
-from pagedkv.lane_access import is_in_use
-from pagedkv.lane_lock import lanes_of
+from pagedkv.lane_access import is_in_use, lanes_of
 from pagedkv.repair import write_document
 from pagedkv.spec import KVSpec
 
 _GROUP_FIELDS = ("attributes", "consolidated_metadata", "node_type", "zarr_format")
 _ENTRY_NBYTES = evictions.RECORD_DTYPE.itemsize
-_MAX_ROWS = 2**40
-"""Rows are numbered with 40 bits."""
+_MAX_ROWS = 1 << ROW_BITS
 
 
 def find_header(root: Path) -> tuple[StoreHeader | None, list[Finding]]:
@@ -170,8 +169,7 @@ class GroupNodes:
     def arrays(self) -> dict[str, dict[str, Any]]:
         """What the document of each array must say, but for its number of rows."""
         documents = metadata.array_documents(self.spec, self.codec, self.geometry)
-        nodes = {name: json.loads(document) for name, document in documents.items() if name}
-        return {name: node for name, node in nodes.items() if node["node_type"] == "array"}
+        return {name: json.loads(document) for name, document in documents.items()}
 
     def chunks(self, array: str) -> dict[int, str]:
         """Names of an array's chunk files by their number."""

@@ -57,7 +57,11 @@ class Int8Numcodec(Codec):  # type: ignore[misc]  # numcodecs has no types for m
         return payload
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """The numbers of a payload, in ``out`` if that is given."""
+        """The numbers of a payload, in ``out`` if that is given.
+
+        Raises:
+            ValueError: The payload has another size than one layer, or a buffer is not contiguous.
+        """
         payload = _bytes(buf)
         if len(payload) != self.int8.shape_nbytes(self.shape):
             raise ValueError(

@@ -6,8 +6,9 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
+from pagedkv import lane_document
 from pagedkv.errors import StoreLockedError
-from pagedkv.lane_lock import LaneLock, holder_of
+from pagedkv.lane_lock import LaneLock
 
 
 class OpenStore(Protocol):
@@ -24,7 +25,7 @@ class OpenStore(Protocol):
 
 
 _open_stores: "weakref.WeakSet[OpenStore]" = weakref.WeakSet()
-opening = threading.RLock()
+lock = threading.RLock()
 """Held while a store is opened for writing, and across a fork."""
 
 
@@ -41,11 +42,12 @@ def discard(store: OpenStore) -> None:
 def require_no_writer(path: Path) -> None:
     """Raise ``StoreLockedError``, naming the holder, if this process writes the store already."""
     for store in list(_open_stores):
-        lock = store.lane_lock
-        if lock is not None and _is_same(store.path, path):
+        lane_lock = store.lane_lock
+        if lane_lock is not None and _is_same(store.path, path):
+            holder = lane_document.read(store.path, lane_lock.lane).last_writer
             raise StoreLockedError(
                 f"{path} is already open for writing in this process"
-                f" ({holder_of(lock.path)}, lane {lock.lane}): share that PageStore, or close it"
+                f" ({holder}, lane {lane_lock.lane}): share that PageStore, or close it"
                 " first"
             )
 
@@ -61,12 +63,12 @@ def _after_fork_in_child() -> None:
     for store in list(_open_stores):
         store.abandon()
     _open_stores.clear()
-    opening.release()
+    lock.release()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=opening.acquire,
-        after_in_parent=opening.release,
+        before=lock.acquire,
+        after_in_parent=lock.release,
         after_in_child=_after_fork_in_child,
     )

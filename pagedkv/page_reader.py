@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
+from pagedkv.codec import Crcs
 from pagedkv.disk_threads import DiskThreads, Job
 from pagedkv.files import Bytes
-from pagedkv.format import LayerCrcs, crc32c
+from pagedkv.format import crc32c
 from pagedkv.lane import Segment
 from pagedkv.memory import Numbers, PageArrays, PageMemory
 from pagedkv.segment import PIECE_NBYTES, SMALL_NBYTES, Piece, SegmentFormat, transfer_buffer
@@ -108,7 +109,7 @@ class PageReader:
         self,
         form: SegmentFormat,
         segment: Segment,
-        crcs: LayerCrcs,
+        crcs: Crcs,
         row: int,
         layer: int | None,
         out: Array,
@@ -141,7 +142,7 @@ class PageReader:
         self,
         fd: int,
         form: SegmentFormat,
-        crcs: LayerCrcs,
+        crcs: Crcs,
         row: int,
         layer: int | None,
         out: Array,

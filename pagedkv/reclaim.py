@@ -30,8 +30,10 @@ from pagedkv.spec import PageKey
 logger = logging.getLogger("pagedkv")
 
 Bools = npt.NDArray[np.bool_]
-Keep = Callable[[], Collection[tuple[int, PageKey]]]
-"""Tells pages that must not be given up, by their specs' index and key; called without locks."""
+HeldPage = tuple[int, PageKey]
+"""A page that must not be given up: index of its spec, and key."""
+Keep = Callable[[], Collection[HeldPage]]
+"""Tells which pages those are; called without locks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ class Reclaimer:
         Args:
             is_enough: Whether there is.
             reason: What the eviction ring shall say.
-            keep: Rows that must not be given up.
+            keep: Tells which pages must not be given up; asked anew for each segment.
 
         Raises:
             OSError: The disk failed.

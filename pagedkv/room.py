@@ -9,7 +9,7 @@ from pagedkv.moves import Mover
 from pagedkv.page import Page, PageState
 from pagedkv.writer import Writer
 
-_LOG = logging.getLogger("pagedkv")
+logger = logging.getLogger("pagedkv")
 
 _AHEAD = 4
 """A quarter of the pool is kept free or clean, and written at once: a commit takes about as long
@@ -207,7 +207,7 @@ class Room:
             return ticket
         if not front:
             raise error
-        _LOG.warning("cannot write, forgetting cached pages: %s", error)
+        logger.warning("cannot write, forgetting cached pages: %s", error)
         for page in pages:
             self.places.evict(page)
         return None

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pagedkv import files, lane_document, metadata
 from pagedkv.errors import FormatVersionError, StoreError
-from pagedkv.format import ATTRIBUTE, METADATA, lane_number
+from pagedkv.format import ATTRIBUTE, METADATA
 from pagedkv.header import StoreHeader
+from pagedkv.lane_access import lanes_of
 
 logger = logging.getLogger("pagedkv")
 
@@ -52,6 +53,10 @@ def create(root: Path, header: StoreHeader) -> StoreHeader:
 
     The root group's document is written last and at once, so that an interrupted creation leaves an
     empty folder, which the next one completes.
+
+    Raises:
+        StoreError: The system could not write, or ``root`` holds something else.
+        FormatVersionError: Another process made a store of a later format there meanwhile.
     """
     document = metadata.root_document(header)
     with files.translated(root, "create the store"):
@@ -87,11 +92,13 @@ def mend(root: Path, header: StoreHeader) -> bool:
 
 
 def set_max_nbytes(root: Path, max_nbytes: int) -> None:
-    """Change the bound in the store's attributes, and in the lanes' copies of them."""
-    with (
-        files.translated(root, "change max_nbytes of"),
-        files.locked(root),
-    ):
+    """Change the bound in the store's attributes, and in the lanes' copies of them.
+
+    Raises:
+        StoreError: The store is gone, or the system could not read or write.
+        FormatVersionError: It was replaced by one of a later format meanwhile.
+    """
+    with files.translated(root, "change max_nbytes of"), files.locked(root):
         header = read_header(root)
         if header is None:
             raise StoreError(f"the store {root} is gone")
@@ -104,7 +111,7 @@ def set_max_nbytes(root: Path, max_nbytes: int) -> None:
             node["attributes"][ATTRIBUTE] = header.to_dict()
             document = json.dumps(node, indent=2).encode()
         _replace_document(root, document)
-        for lane in _lanes(root):
+        for lane in lanes_of(root):
             if lane_document.HEADER in lane_document.read(root, lane).attributes:
                 changes = {lane_document.HEADER: header.to_dict()}
                 lane_document.update(root, lane, changes, sync=True)
@@ -145,7 +152,7 @@ def _replace_document(root: Path, document: bytes) -> None:
 
 def _copied_header(root: Path, damage: str) -> StoreHeader | None:
     """The header of the first lane that has a valid copy; ``damage`` says why it is needed."""
-    for lane in _lanes(root):
+    for lane in lanes_of(root):
         attributes = lane_document.read(root, lane).attributes
         try:
             header = StoreHeader.from_dict(attributes.get(lane_document.HEADER), str(root))
@@ -161,11 +168,6 @@ def _copied_header(root: Path, damage: str) -> StoreHeader | None:
         )
         return header
     return None
-
-
-def _lanes(root: Path) -> list[int]:
-    numbers = [lane_number(name) for name in files.subfolders(root)]
-    return sorted(lane for lane in numbers if lane is not None)
 
 
 def _require_empty(root: Path) -> None:

@@ -9,9 +9,8 @@ from pagedkv.errors import StoreFullError
 from pagedkv.evictions import EvictionReason
 from pagedkv.lane import SegmentSource
 from pagedkv.page_reader import PageReader
-from pagedkv.reclaim import CollectReport, Keep, Reclaimer
+from pagedkv.reclaim import CollectReport, HeldPage, Keep, Reclaimer
 from pagedkv.space import Space
-from pagedkv.spec import PageKey
 
 
 class RowWriter:
@@ -30,37 +29,57 @@ class RowWriter:
         self._lane = lane
         self._reclaimer = Reclaimer(contents, space, reader, lane, self._commit)
         self._reclaiming = threading.Lock()
-        self._protected: Keep = _none
+        self._keep: Keep = tuple
         self._no_commits = threading.Condition()
         self._num_commits = 0
 
-    def write(self, number: int, source: SegmentSource, keep: Keep | None) -> None:
+    def write(self, number: int, source: SegmentSource, own: Collection[HeldPage] = ()) -> None:
         """Write pages of a spec durably, and make them known.
+
+        Args:
+            number: Index of the spec.
+            source: The pages.
+            own: What the caller asked for, which must not leave to make room for the rest of it.
 
         Raises:
             StoreFullError: There is no room, and none can be made.
             OSError: The system could not write.
             ValueError: The codec cannot represent a number.
         """
-        self.make_room(self._write_nbytes(number, source), keep)
+        self.make_room(self._write_nbytes(number, source), own)
         try:
             self._commit(number, source)
         except StoreFullError:
             # Another write may have taken the room. What it writes can be given up once it is done.
             with self._no_commits:
                 self._no_commits.wait_for(lambda: not self._num_commits)
-            self._give_up_pages(self._write_nbytes(number, source), keep)
+            self._give_up_pages(self._write_nbytes(number, source), own)
             self._commit(number, source)
 
-    def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
+    def make_room(self, nbytes: int, own: Collection[HeldPage] = ()) -> None:
         """Give up old pages, if need be, so that ``nbytes`` have room and some is left.
 
         Some room is kept for pages that are moved when a segment is given up.
+
+        Args:
+            nbytes: How much room.
+            own: As for ``write``.
         """
         if not self._has_room(nbytes):
-            self._give_up_pages(nbytes, keep)
+            self._give_up_pages(nbytes, own)
 
-    def _give_up_pages(self, nbytes: int, keep: Keep | None) -> None:
+    def collect(self, max_nbytes: int) -> CollectReport:
+        """Give up old pages until the store takes no more than ``max_nbytes``."""
+        with self._reclaiming:
+            return self._reclaimer.collect(
+                lambda: self._space.nbytes <= max_nbytes, EvictionReason.GC, self._keep
+            )
+
+    def protect(self, keep: Keep) -> None:
+        """Never give up what ``keep`` names, whoever asks for room."""
+        self._keep = keep
+
+    def _give_up_pages(self, nbytes: int, own: Collection[HeldPage]) -> None:
         bound = self._space.max_nbytes
         with self._reclaiming:
             if bound is not None and nbytes <= bound and not self._has_room(nbytes):
@@ -69,31 +88,14 @@ class RowWriter:
                 self._reclaimer.collect(
                     lambda: self._has_room(nbytes + ahead),
                     EvictionReason.CAPACITY,
-                    self._with_protected(keep),
+                    lambda: {*own, *self._keep()},
                 )
-
-    def collect(self, max_nbytes: int, keep: Keep | None = None) -> CollectReport:
-        """Give up old pages until the store takes no more than ``max_nbytes``."""
-        with self._reclaiming:
-            return self._reclaimer.collect(
-                lambda: self._space.nbytes <= max_nbytes,
-                EvictionReason.GC,
-                self._with_protected(keep),
-            )
-
-    def protect(self, keep: Keep) -> None:
-        """Never give up what ``keep`` names, whoever asks for room."""
-        self._protected = keep
-
-    def _with_protected(self, keep: Keep | None) -> Keep:
-        protected = self._protected
-        return protected if keep is None else lambda: {*keep(), *protected()}
 
     def _write_nbytes(self, number: int, source: SegmentSource) -> int:
         """How much writing these pages puts on the disk at most."""
         group = self._contents.groups[self._lane, number]
         num_segments = -(-len(source.keys) // group.geometry.rows)
-        growth_nbytes = group.growth_nbytes(group.next_segment + num_segments)
+        growth_nbytes = group.arrays.growth_nbytes(group.next_segment + num_segments)
         return group.geometry.write_nbytes(len(source.keys)) + growth_nbytes
 
     def _has_room(self, nbytes: int) -> bool:
@@ -116,7 +118,7 @@ class RowWriter:
         written = 0
         try:
             with files.translated(group.path, "write pages to"):
-                written += group.grow(group.next_segment)
+                written += group.arrays.grow(group.next_segment)
                 made = group.commit(first, source)
             with self._contents.lock:
                 for segment, segment_map in made:
@@ -129,7 +131,3 @@ class RowWriter:
             with self._no_commits:
                 self._num_commits -= 1
                 self._no_commits.notify_all()
-
-
-def _none() -> Collection[tuple[int, PageKey]]:
-    return ()

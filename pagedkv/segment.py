@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.codec import Bytes, Codec, FixedCodec, Lossless, Raw, check_finite
-from pagedkv.format import Geometry, LayerCrcs, LayerSizes, crc32c, segment_index
+from pagedkv.codec import Bytes, Codec, Crcs, FixedCodec, Lossless, Raw, check_finite
+from pagedkv.format import Geometry, LayerSizes, crc32c, segment_index
 from pagedkv.memory import Numbers, PageArrays, PageMemory, aligned
 from pagedkv.segment_map import SegmentMap, bounds_of
 from pagedkv.spec import KVSpec
@@ -217,7 +217,7 @@ class SegmentFormat:
         self.codec.decode(self.spec, payload, out if out.ndim == 4 else out[0])
         return True
 
-    def decode_layers(self, stored: Bytes, crcs: LayerCrcs, memory: PageMemory) -> bool:
+    def decode_layers(self, stored: Bytes, crcs: Crcs, memory: PageMemory) -> bool:
         """Verify and decode consecutive layers of one page, of which all chunks have one size.
 
         Args:
@@ -229,7 +229,7 @@ class SegmentFormat:
         self._fixed.unpack(self.spec, stored, _AT_START, crcs.shape[1], memory, crcs, good)
         return bool(good[0])
 
-    def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: LayerCrcs) -> None:
+    def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: Crcs) -> None:
         size = self.page_nbytes
         at_once = min(max(1, _WRITE_NBYTES // size), len(crcs))
         buffer = transfer_buffer(at_once * size)
@@ -246,7 +246,7 @@ class SegmentFormat:
             files.write_all(fd, buffer[: len(part) * size])
 
     def _write_variable(
-        self, fd: int, pages: PageArrays, first: int, crcs: LayerCrcs, sizes: LayerSizes
+        self, fd: int, pages: PageArrays, first: int, crcs: Crcs, sizes: LayerSizes
     ) -> None:
         for row in range(len(crcs)):
             page, parts = pages.page(first + row), []

@@ -12,7 +12,17 @@ from pagedkv import files
 from pagedkv.catalog import derived_chunks, unpack_catalog
 from pagedkv.files import Bytes
 from pagedkv.findings import Cost, Damage, Finding
-from pagedkv.format import CATALOG, KV, NO_ENTRY, Geometry, chunk_name, crc32c, derived_columns
+from pagedkv.format import (
+    CATALOG,
+    CATALOG_DIMENSIONS,
+    KV,
+    KV_DIMENSIONS,
+    NO_ENTRY,
+    Geometry,
+    chunk_name,
+    crc32c,
+    derived_columns,
+)
 from pagedkv.spec import PageKey
 
 Mask = npt.NDArray[np.bool_]
@@ -47,12 +57,12 @@ class SegmentPlace:
     @property
     def catalog(self) -> Path:
         """Its chunk of the catalogue."""
-        return self.file(CATALOG, 2)
+        return self.file(CATALOG, len(CATALOG_DIMENSIONS))
 
     @property
     def kv(self) -> Path:
         """Its pages."""
-        return self.file(KV, 6)
+        return self.file(KV, len(KV_DIMENSIONS))
 
     def columns(self) -> dict[str, Path]:
         """Its chunks of the derived columns."""
@@ -140,11 +150,6 @@ def expected_index(geometry: Geometry, records: npt.NDArray[Any], held: Mask) ->
     index[rows, :, 0] = offsets
     index[rows, :, 1] = sizes
     return index.tobytes() + crc32c(index).to_bytes(4, "little")
-
-
-def index_nbytes(geometry: Geometry) -> int:
-    """Bytes of the index that ends a segment file."""
-    return geometry.rows * geometry.num_layers * 16 + 4
 
 
 class _SegmentReading:
@@ -266,7 +271,7 @@ class _SegmentReading:
 
     def _index(self) -> "Bytes | str":
         if self.index is None:
-            nbytes = index_nbytes(self.geometry)
+            nbytes = self.geometry.index_nbytes
             self.index = self._read(self.place.kv, nbytes, from_end=True)
         return self.index
 
@@ -274,7 +279,7 @@ class _SegmentReading:
         """Rows that the segment's index names, if it is right: the catalogue may have lost them."""
         rows = np.zeros(self.geometry.rows, np.bool_)
         index = self._index()
-        if not isinstance(index, str) and _is_sealed(index, index_nbytes(self.geometry)):
+        if not isinstance(index, str) and _is_sealed(index, self.geometry.index_nbytes):
             entries = index[:-4].view("<u8").reshape(self.geometry.rows, -1)
             rows |= (entries != NO_ENTRY).any(axis=1)
         return rows

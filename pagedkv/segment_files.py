@@ -15,7 +15,7 @@ MAX_OPEN = 128
 
 @dataclass(slots=True)
 class OpenFile:
-    """A file, and how many read from it."""
+    """A file, how many read from it, and whether it stays open when nobody does."""
 
     fd: int
     num_users: int = 0

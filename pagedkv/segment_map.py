@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.format import LayerCrcs, LayerSizes
+from pagedkv.codec import Crcs
+from pagedkv.format import LayerSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,7 +21,7 @@ class SegmentMap:
     """
 
     holds: npt.NDArray[np.bool_]
-    crcs: LayerCrcs
+    crcs: Crcs
     bounds: npt.NDArray[np.int64] | None
 
     @property

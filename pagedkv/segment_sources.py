@@ -12,7 +12,7 @@ from pagedkv.format import PageEntry
 from pagedkv.memory import PageArrays
 from pagedkv.segment import SegmentFormat
 from pagedkv.segment_map import SegmentMap, bounds_of
-from pagedkv.spec import PageKey
+from pagedkv.spec import KVSpec, PageKey
 
 
 class NewPages:
@@ -51,6 +51,36 @@ class NewPages:
         )
 
 
+def new_pages(
+    form: SegmentFormat,
+    entries: Sequence[PageEntry],
+    pages: PageArrays,
+    numbers: Sequence[int],
+    *,
+    store_tokens: bool,
+) -> NewPages:
+    """Some of a caller's pages; in tails the places beyond ``num_tokens`` are zeros.
+
+    Args:
+        form: The format of their segments.
+        entries: What the catalogue shall say of each of the caller's pages.
+        pages: Their numbers, filled.
+        numbers: Which of the pages are to be written, ascending.
+        store_tokens: Whether token ids go into the catalogue.
+    """
+    spec, chosen = form.spec, [entries[number] for number in numbers]
+    if any(entry.num_tokens < spec.page_tokens for entry in chosen):
+        parts = [
+            _without_rest(spec, entry, pages.page(number))
+            for entry, number in zip(chosen, numbers, strict=True)
+        ]
+        pages = PageArrays(parts, None, spec.page_shape, spec.np_dtype, "a page")
+        pages.fill()
+    elif len(numbers) < len(entries):
+        pages = pages.part(np.array(numbers))
+    return NewPages(form, chosen, pages, store_tokens=store_tokens)
+
+
 class MovedPages:
     """Pages of other segments, as they are stored.
 
@@ -85,3 +115,12 @@ class MovedPages:
         """The catalogue chunk of segment number ``segment``, with the pages from ``start`` on."""
         records = self._records[start : start + len(segment_map.holds)]
         return repack_catalog(self._form.geometry, segment, records, segment_map)
+
+
+def _without_rest(spec: KVSpec, entry: PageEntry, page: "npt.NDArray[Any]") -> "npt.NDArray[Any]":
+    """The page, with zeros behind its tokens."""
+    if entry.num_tokens == spec.page_tokens:
+        return page
+    tail = np.zeros(spec.page_shape, spec.np_dtype)
+    tail[:, :, : entry.num_tokens] = page[:, :, : entry.num_tokens]
+    return tail

@@ -144,7 +144,12 @@ class KVSpec:
 
 
 def parse_nbytes(value: int | str) -> int:
-    """Read a byte size: ``4096``, ``"64MiB"``, ``"20 GB"``; ``ValueError`` if it is none."""
+    """Read a byte size: ``4096``, ``"64MiB"``, ``"20 GB"``.
+
+    Raises:
+        ValueError: It is none, or not positive.
+        TypeError: It is neither an integer nor a text.
+    """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{value!r} is no byte size: give an integer, or a text such as '20GiB'")
     if isinstance(value, str):

@@ -53,8 +53,8 @@ class SpillFile:
         self._is_closed = False
         self._where = f"the spill file in {folder}"
         with files.translated(folder):
-            self._descriptor = files.scratch_file(folder)
-        self._close_file = weakref.finalize(self, files.close_file, self._descriptor)
+            self._fd = files.scratch_file(folder)
+        self._close_file = weakref.finalize(self, files.close_file, self._fd)
 
     @property
     def num_used(self) -> int:
@@ -168,7 +168,7 @@ class SpillFile:
                 raise ClosedError("the cache was closed meanwhile: make another")
             self._num_users += 1
         try:
-            yield self._descriptor
+            yield self._fd
         finally:
             with self._lock:
                 self._num_users -= 1

@@ -1,9 +1,7 @@
 """``PageStore``: pages on disk, by key, in a Zarr v3 store that never returns wrong bytes."""
 
 import functools
-import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +13,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import files, open_stores, root
-from pagedkv.arrays import as_int
+from pagedkv import files, open_stores, opening
 from pagedkv.catalog import entry_of
-from pagedkv.codec import Codec, get_codec
+from pagedkv.codec import Codec
 from pagedkv.contents import Contents
 from pagedkv.errors import (
     ClosedError,
@@ -43,11 +40,9 @@ from pagedkv.page_reader import PageReader
 from pagedkv.reclaim import CollectReport, Keep
 from pagedkv.row_reader import RowReader
 from pagedkv.row_writer import RowWriter
-from pagedkv.segment_sources import NewPages
+from pagedkv.segment_sources import new_pages
 from pagedkv.space import Space
 from pagedkv.spec import KVSpec, PageKey, parse_nbytes
-
-logger = logging.getLogger("pagedkv")
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +53,8 @@ class PageStore:
     """Pages of one or several specs on disk, found by key. Made by ``PageStore.open``.
 
     Thread-safe; no lock is held while it reads or writes pages. Several processes may have one
-    store open: each writer owns a lane, and all read all lanes as they were on opening.
+    store open: each writer owns a lane, and all read all lanes. What others have done since, a
+    process notices when it calls ``refresh``.
     """
 
     def __init__(
@@ -80,8 +76,8 @@ class PageStore:
         self._rows = RowReader(self._contents, self._files)
         self._read_deadline = read_deadline
         self._lock = threading.Lock()
-        self._no_writers = threading.Condition(self._lock)
-        self._num_writers = 0
+        self._no_writes = threading.Condition(self._lock)
+        self._num_writes = 0
         self._closed = ""
         self._writer: RowWriter | None = None
         with files.translated(path, "open the store"):
@@ -133,42 +129,20 @@ class PageStore:
             StoreError: There is no store, or no folder that can be one; the path is named.
             ValueError: An argument is out of range.
         """
-        _check_options(mode, read_deadline, read_threads)
-        specs = _as_specs(spec)
+        opening.check_options(mode, read_deadline, read_threads)
         bound = None if max_nbytes is None else parse_nbytes(max_nbytes)
-        chosen = None if codec is None else get_codec(codec)
         place = Path(path).absolute()
-        header = root.read_header(place)
-        if header is None:
-            if mode == "r":
-                raise StoreError(f"there is no store at {place}")
-            if not specs:
-                raise ValueError(f"there is no store at {place}: give the spec of a new one")
-            wanted = StoreHeader.new(specs, get_codec(codec), bound, store_tokens=store_tokens)
-            header = root.create(place, wanted)
-        header.require_match(specs, chosen, f"the store {place}")
+        header = opening.find_header(
+            place, spec, codec, bound, store_tokens=store_tokens, make=mode == "a"
+        )
         make = functools.partial(
             cls, place, read_deadline=read_deadline, read_threads=read_threads, direct=direct
         )
         if mode == "r":
             return make(header, None)
-        with open_stores.opening, files.translated(place, "write to the store"):
-            open_stores.require_no_writer(place)
-            lane_lock: LaneLock | None = None
-            try:
-                with files.locked(place):  # nobody measures lanes without an owner meanwhile
-                    lane_lock = LaneLock.take(place)
-                root.mend(place, header)
-                lane_lock.clean()
-                if bound is not None and bound != header.max_nbytes:
-                    root.set_max_nbytes(place, bound)
-                    header = replace(header, max_nbytes=bound)
-                keep_tokens = store_tokens and header.store_tokens
-                return make(replace(header, store_tokens=keep_tokens), lane_lock)
-            except BaseException:
-                if lane_lock is not None:
-                    lane_lock.release()
-                raise
+        with opening.lane_taken(place, header, bound) as (header, lane_lock):
+            keep_tokens = store_tokens and header.store_tokens
+            return make(replace(header, store_tokens=keep_tokens), lane_lock)
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
@@ -217,7 +191,7 @@ class PageStore:
 
     @property
     def num_segments_given_up(self) -> int:
-        """How often rows have become invalid: segments that left, as far as this process knows."""
+        """Segments that left since the store was opened, by whomever: their rows are void."""
         return self._contents.num_dropped
 
     @property
@@ -238,25 +212,23 @@ class PageStore:
         return self._space.scratch_nbytes
 
     def protect(self, keep: Keep) -> None:
-        """Never give up the pages that ``keep`` names, group and key: a cache's live sequences.
+        """Never give up the pages that ``keep`` names, group and key, until the next call.
+
+        A cache names the pages of its live sequences.
 
         Args:
-            keep: Called without locks whenever room must be made.
+            keep: Called without locks for each segment that is about to be given up.
         """
         self._own_writer().protect(keep)
 
-    def make_room(self, nbytes: int, keep: Keep | None = None) -> None:
+    def make_room(self, nbytes: int) -> None:
         """Give up the pages used least lately, if need be, so that ``nbytes`` more have room.
 
         It does what it can; ``reserve_scratch`` and ``write`` say whether that is enough.
-
-        Args:
-            nbytes: How much room.
-            keep: As for ``write``.
         """
         writer = self._own_writer()
         with self._writing(), files.translated(self.path, "make room in"):
-            writer.make_room(nbytes, keep)
+            writer.make_room(nbytes)
 
     def reserve_scratch(self, nbytes: int) -> None:
         """Count ``nbytes`` more of scratch files; ``StoreFullError`` if the bound has no room."""
@@ -334,7 +306,6 @@ class PageStore:
         pages: Sequence[Array] | Array,
         *,
         at: Numbers | None = None,
-        keep: Keep | None = None,
     ) -> list[StoreRow]:
         """Store pages of one spec; they are durable when this returns.
 
@@ -351,7 +322,6 @@ class PageStore:
             pages: Arrays of ``spec.page_shape`` and the spec's dtype, maybe strided; or one array
                 whose first axis is the page.
             at: For one array, the places of its first axis; all of them by default.
-            keep: Called if room must be made: group and key of pages that must not be given up.
 
         Returns:
             Where each page is.
@@ -359,8 +329,9 @@ class PageStore:
         Raises:
             ValueError: A shape, dtype or entry does not fit the spec, or the codec cannot represent
                 a number (INT8: NaN and infinity). Nothing has changed.
-            StoreFullError: ``max_nbytes`` leaves no room, and none can be made.
-            StoreError: The store is read-only, or the disk failed. Nothing has changed.
+            StoreFullError: ``max_nbytes`` leaves no room, and none can be made. The pages are not
+                all stored; old ones may have been given up.
+            StoreError: The store is read-only, or the disk failed; the same.
         """
         writer = self._own_writer()
         spec = self.specs[self._check_group(group)]
@@ -370,6 +341,7 @@ class PageStore:
         for entry in entries:
             entry.check(spec)
         keys, index = [entry.key for entry in entries], self._contents.indexes[group]
+        own = {(group, key) for key in keys}
         packed = index.get_many(keys)
         if (packed < 0).any():
             arrays.fill()
@@ -377,9 +349,15 @@ class PageStore:
             if not (packed < 0).any():
                 return [unpack_row(row) for row in packed.tolist()]
             fresh = {keys[n]: n for n in np.flatnonzero(packed < 0)[::-1].tolist()}
-            source = self._source(group, entries, arrays, sorted(fresh.values()))
+            source = new_pages(
+                self._contents.formats[group],
+                entries,
+                arrays,
+                sorted(fresh.values()),
+                store_tokens=self._header.store_tokens,
+            )
             with self._writing(), files.translated(self.path, "write pages to"):
-                writer.write(group, source, _with(keep, group, keys))
+                writer.write(group, source, own)
             packed = index.get_many(keys)  # a page may have been given up meanwhile, to make room
         raise StoreFullError(
             f"the store {self.path} gives up pages as fast as they are written: raise max_nbytes"
@@ -454,13 +432,15 @@ class PageStore:
         self._rows.read(rows, layer, out, at, self._deadline(deadline))
 
     def touch(self, rows: Iterable[StoreRow]) -> None:
-        """Count pages as used now, though they were not read."""
+        """Count pages as used now, though they were not read; rows without a page do no harm."""
         self._check_open()
         used_at = self._contents.tick()
         for row in rows:
-            found = self._contents.groups[row.lane, row.group].locate(row.row)
+            group = self._contents.groups.get((row.lane, row.group))
+            found = None if group is None else group.locate(row.row)
             if found is not None:
-                found[0].used_at[found[1]] = used_at
+                segment, place = found
+                segment.used_at[place] = used_at
 
     def collect(self, max_nbytes: int | str) -> CollectReport:
         """Give up the pages that were used least lately until the store takes ``max_nbytes``.
@@ -480,8 +460,8 @@ class PageStore:
             return
         with self._lock:
             self._closed = f"the store {self.path} is closed"
-            while self._num_writers:
-                self._no_writers.wait()
+            while self._num_writes:
+                self._no_writes.wait()
         open_stores.discard(self)
         self._files.close()
         if self.lane_lock is not None:
@@ -489,7 +469,7 @@ class PageStore:
                 try:
                     for (lane, _), group in list(self._contents.groups.items()):
                         if lane == self.lane_lock.lane:
-                            group.trim()
+                            group.arrays.trim(group.next_segment)
                     self._space.close()
                 finally:
                     self.lane_lock.release()
@@ -539,35 +519,18 @@ class PageStore:
         finally:
             self._space.measure(nbytes)
 
-    def _source(
-        self, group: int, entries: Sequence[PageEntry], arrays: PageArrays, numbers: list[int]
-    ) -> NewPages:
-        """Those of the pages, with zeros behind the tokens of tails."""
-        form = self._contents.formats[group]
-        spec, chosen = form.spec, [entries[number] for number in numbers]
-        if any(entry.num_tokens < spec.page_tokens for entry in chosen):
-            tails = [
-                _without_rest(spec, entry, arrays.page(number))
-                for entry, number in zip(chosen, numbers, strict=True)
-            ]
-            arrays = PageArrays(tails, None, spec.page_shape, spec.np_dtype, "a page")
-            arrays.fill()
-        elif len(numbers) < len(entries):
-            arrays = arrays.part(np.array(numbers))
-        return NewPages(form, chosen, arrays, store_tokens=self._header.store_tokens)
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Let ``close`` wait for the block's end."""
         with self._lock:
             self._check_open()
-            self._num_writers += 1
+            self._num_writes += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_writers -= 1
-                self._no_writers.notify_all()
+                self._num_writes -= 1
+                self._no_writes.notify_all()
 
     def _locate(self, row: StoreRow) -> tuple[LaneGroup, Segment, int, PageKey]:
         group = self._contents.groups.get((row.lane, row.group))
@@ -596,36 +559,3 @@ class PageStore:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(self._closed)
-
-
-def _check_options(mode: str, read_deadline: float | None, read_threads: int) -> None:
-    if sys.platform == "win32":
-        raise StoreError("PageStore needs POSIX file locks and pread, which Windows lacks")
-    if mode not in ("a", "r"):
-        raise ValueError(f"mode is {mode!r}: it must be 'a' or 'r'")
-    if read_deadline is not None and not read_deadline > 0:
-        raise ValueError(f"read_deadline is {read_deadline!r}: give seconds, or None for ever")
-    if as_int("read_threads", read_threads) < 1:
-        raise ValueError(f"read_threads is {read_threads}: at least one thread must read")
-
-
-def _as_specs(spec: KVSpec | Sequence[KVSpec] | None) -> tuple[KVSpec, ...] | None:
-    specs = None if spec is None else (spec,) if isinstance(spec, KVSpec) else tuple(spec)
-    for one in specs or ():
-        if not isinstance(one, KVSpec):
-            raise TypeError(f"spec is {spec!r}: give a KVSpec, or several")
-    return specs
-
-
-def _with(keep: Keep | None, group: int, keys: Iterable[PageKey]) -> Keep:
-    """``keep``, and these pages."""
-    own = {(group, key) for key in keys}
-    return (lambda: own) if keep is None else (lambda: own | set(keep()))
-
-
-def _without_rest(spec: KVSpec, entry: PageEntry, page: Array) -> Array:
-    if entry.num_tokens == spec.page_tokens:
-        return page
-    tail = np.zeros(spec.page_shape, spec.np_dtype)
-    tail[:, :, : entry.num_tokens] = page[:, :, : entry.num_tokens]
-    return tail

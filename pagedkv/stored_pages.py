@@ -16,11 +16,21 @@ import numpy.typing as npt
 from pagedkv import files
 from pagedkv.catalog import HAS_PARENT, unpack_catalog
 from pagedkv.errors import StoreError
-from pagedkv.format import CATALOG, KV, Geometry, chunk_name, group_name, lane_name, segment_number
+from pagedkv.format import (
+    CATALOG,
+    CATALOG_DIMENSIONS,
+    KV,
+    KV_DIMENSIONS,
+    Geometry,
+    chunk_name,
+    group_name,
+    lane_name,
+)
 from pagedkv.header import StoreHeader
-from pagedkv.lane_lock import lanes_of
+from pagedkv.lane import chunk_sizes
+from pagedkv.lane_access import lanes_of
 from pagedkv.root import read_header
-from pagedkv.segment_check import index_nbytes, page_extents
+from pagedkv.segment_check import page_extents
 from pagedkv.spec import KVSpec
 
 FIRST_TOKENS = 8
@@ -82,12 +92,13 @@ def _read_group(place: Path, header: StoreHeader, group: int, lanes: list[int]) 
     kv_nbytes = dead_nbytes = num_torn_chunks = 0
     for lane in lanes:
         folder = place / lane_name(lane) / group_name(spec)
-        sizes = _chunk_sizes(folder / KV, 6)
+        sizes = chunk_sizes(folder / KV, len(KV_DIMENSIONS))
         kv_nbytes += sum(sizes.values())
         dead_nbytes += sum(sizes.values())
-        for number in sorted(_chunk_sizes(folder / CATALOG, 2)):
+        for number in sorted(chunk_sizes(folder / CATALOG, len(CATALOG_DIMENSIONS))):
             try:
-                chunk = files.read_bytes(folder / CATALOG / chunk_name(number, 2))
+                name = chunk_name(number, len(CATALOG_DIMENSIONS))
+                chunk = files.read_bytes(folder / CATALOG / name)
                 records, holds = unpack_catalog(geometry, number, chunk)
             except ValueError:
                 num_torn_chunks += 1
@@ -100,7 +111,7 @@ def _read_group(place: Path, header: StoreHeader, group: int, lanes: list[int]) 
                 num_torn_chunks += 1
                 continue
             _, nbytes = page_extents(geometry, records, np.flatnonzero(holds))
-            dead_nbytes -= min(sizes[number], int(nbytes.sum()) + index_nbytes(geometry))
+            dead_nbytes -= min(sizes[number], int(nbytes.sum()) + geometry.index_nbytes)
             parts.append(records[holds])
             part_lanes.append(lane)
     records = np.concatenate(parts) if parts else np.zeros(0, geometry.record_dtype)
@@ -158,7 +169,6 @@ class PrefixTree:
             else:
                 is_first = parent == root_key
                 self.starts[position] = Start.FIRST if is_first else Start.ORPHAN
-
         self._break_circles()
 
     def num_dead_pages(self) -> int:
@@ -194,9 +204,3 @@ class PrefixTree:
             int(pages.lanes[position]),
             int(pages.rows[position]),
         )
-
-
-def _chunk_sizes(folder: Path, num_dimensions: int) -> dict[int, int]:
-    sizes = files.file_sizes(folder).items()
-    numbers = {segment_number(name, num_dimensions): nbytes for name, nbytes in sizes}
-    return {number: nbytes for number, nbytes in numbers.items() if number is not None}

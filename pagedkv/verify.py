@@ -16,8 +16,7 @@ from pagedkv import files
 from pagedkv.findings import Finding, VerifyReport
 from pagedkv.format import CATALOG, METADATA, Geometry, group_name, lane_name, lane_number
 from pagedkv.header import StoreHeader
-from pagedkv.lane_access import is_in_use, lane_locked
-from pagedkv.lane_lock import lanes_of
+from pagedkv.lane_access import is_in_use, lane_locked, lanes_of
 from pagedkv.node_check import (
     GroupNodes,
     LaneNode,

@@ -101,12 +101,8 @@ def bounded(run: Run) -> None:
         if hot is not None:
             store.read([hot], empty_like(PAGES[:1]))
         numbers = [first, first + 1]
-        store.write(
-            0,
-            [ENTRIES[n] for n in numbers],
-            [PAGES[n] for n in numbers],
-            keep=lambda: [(0, KEYS[3])],
-        )
+        store.protect(lambda: [(0, KEYS[3])])
+        store.write(0, [ENTRIES[n] for n in numbers], [PAGES[n] for n in numbers])
         assert all(store.find(KEYS[n]) for n in (*numbers, 0, 3) if n < first + 2)
         run.note(store)
 

@@ -30,8 +30,7 @@ from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
 from pagedkv.evictions import EvictionReason
 from pagedkv.format import StoreRow
 from pagedkv.lane import LaneGroup
-from pagedkv.reclaim import CollectReport
-from pagedkv.spec import PageKey
+from pagedkv.reclaim import CollectReport, HeldPage, Keep
 from pagedkv.store import PageStore
 
 SPEC = make_spec()
@@ -72,27 +71,28 @@ def give_up(store: PageStore, share: float) -> CollectReport:
     return store.collect(store.nbytes - int(share * chunk_nbytes(store.path)))
 
 
-def make_room(store: PageStore, share: float, keep: Any) -> None:
-    """Ask for so much room that about so much of the pages must go."""
+def make_room(store: PageStore, share: float, keep: Keep) -> None:
+    """Ask for so much room that about so much of the pages must go, but none of ``keep``."""
+    store.protect(keep)
     room = store._space.room()
     assert room is not None
     ahead = BOUND // 16 + BOUND // 32  # what is asked for beside
-    store.make_room(room + int(share * chunk_nbytes(store.path)) - ahead, keep)
+    store.make_room(room + int(share * chunk_nbytes(store.path)) - ahead)
 
 
-def held_keys(numbers: Sequence[int]) -> set[tuple[int, PageKey]]:
+def held_keys(numbers: Sequence[int]) -> set[HeldPage]:
     return {(0, make_key(number)) for number in numbers}
 
 
-def write(store: PageStore, numbers: Sequence[int], **options: Any) -> list[StoreRow]:
-    return store.write(0, [ENTRIES[n] for n in numbers], [PAGES[n] for n in numbers], **options)
+def write(store: PageStore, numbers: Sequence[int]) -> list[StoreRow]:
+    return store.write(0, [ENTRIES[n] for n in numbers], [PAGES[n] for n in numbers])
 
 
-def write_segments(store: PageStore, first: int, last: int, **options: Any) -> list[StoreRow]:
+def write_segments(store: PageStore, first: int, last: int) -> list[StoreRow]:
     """Pages ``first`` to ``last`` in segments of their own, one after the other."""
     rows: list[StoreRow] = []
     for start in range(first, last, PER_SEGMENT):
-        rows += write(store, range(start, min(start + PER_SEGMENT, last)), **options)
+        rows += write(store, range(start, min(start + PER_SEGMENT, last)))
     return rows
 
 
@@ -193,7 +193,7 @@ class TestOrder:
         orphans = [make_entries(SPEC, 1, start=n)[0] for n in (10, 20, 30, 40)]
         write_segments(store, 100, 140)
         rows = store.write(0, orphans, PAGES[:4])
-        store.touch(rows)
+        store.touch([*rows, StoreRow(7, 0, 0), StoreRow(0, 0, 10**6)])
         report = give_up(store, 0.01)
         assert report.num_pages_dead == report.num_pages_evicted == 4
         assert found(store) == list(range(100, 140))
@@ -352,8 +352,8 @@ class TestBound:
         assert store._writer is not None
         both, make_room = threading.Barrier(2, timeout=30), store._writer.make_room
 
-        def slow(nbytes: int, keep: Any = None) -> None:
-            make_room(nbytes, keep)
+        def slow(nbytes: int, own: Any = ()) -> None:
+            make_room(nbytes, own)
             both.wait()
 
         monkeypatch.setattr(store._writer, "make_room", slow)
@@ -379,7 +379,7 @@ class TestKeep:
         write_segments(store, 0, 60)
         calls: list[int] = []
 
-        def keep() -> Collection[tuple[int, PageKey]]:
+        def keep() -> Collection[HeldPage]:
             calls.append(1)
             return held_keys([2, 5])
 
@@ -389,17 +389,18 @@ class TestKeep:
         assert len(found(store)) < 60
 
     def test_it_is_not_asked_while_there_is_room(self, store: PageStore) -> None:
-        def keep() -> Collection[tuple[int, PageKey]]:
+        def keep() -> Collection[HeldPage]:
             raise AssertionError
 
-        write_segments(store, 0, 40, keep=keep)
-        store.make_room(1000, keep)
+        store.protect(keep)
+        write_segments(store, 0, 40)
+        store.make_room(1000)
 
     def test_it_is_asked_without_a_lock(self, store: PageStore) -> None:
         write_segments(store, 0, 4)
         asked: list[int] = []
 
-        def keep() -> Collection[tuple[int, PageKey]]:
+        def keep() -> Collection[HeldPage]:
             other = threading.Thread(target=lambda: asked.append(len(found(store))))
             other.start()
             other.join(30)
@@ -407,36 +408,37 @@ class TestKeep:
             store.refresh()
             return held_keys(range(4))
 
-        write_segments(store, 4, 240, keep=keep)
+        store.protect(keep)
+        write_segments(store, 4, 240)
         assert asked
 
     def test_pages_that_are_kept_but_not_there_do_no_harm(self, store: PageStore) -> None:
         others = [(0, make_key(10**9)), (7, make_key(0))]
-        write_segments(store, 0, 240, keep=lambda: others)
+        store.protect(lambda: others)
+        write_segments(store, 0, 240)
         assert store.nbytes <= BOUND
 
     def test_a_kept_page_outlives_any_number_of_collections(self, store: PageStore) -> None:
         write_segments(store, 0, 4)
+        store.protect(lambda: held_keys(range(4)))
         for first in range(4, NUM_PAGES, 4):
-            write_segments(store, first, first + 4, keep=lambda: held_keys(range(4)))
+            write_segments(store, first, first + 4)
             use(store, range(max(4, first - 200), first + 4))  # all others are hotter
             assert store.find_rows([make_key(n) for n in range(4)]).min() >= 0, first
         assert found(store, range(4)) == [0, 1, 2, 3]
 
     def test_a_store_full_of_kept_pages_is_full(self, store: PageStore) -> None:
-        kept: set[tuple[int, PageKey]] = set()
+        kept: set[HeldPage] = set()
 
-        def keep() -> Collection[tuple[int, PageKey]]:
-            return kept
-
+        store.protect(lambda: kept)
         with pytest.raises(StoreFullError):
             for first in range(0, NUM_PAGES, 4):
-                write_segments(store, first, first + 4, keep=keep)
+                write_segments(store, first, first + 4)
                 kept |= held_keys(range(first, first + 4))
                 assert len(found(store)) == first + 4
         assert len(found(store)) == len(kept)
         kept.clear()
-        write_segments(store, 500, 504, keep=keep)
+        write_segments(store, 500, 504)
 
     def test_nothing_is_removed_when_a_kept_page_cannot_be_moved(
         self, store: PageStore, monkeypatch: pytest.MonkeyPatch, path: Path

@@ -120,7 +120,7 @@ def test_pages_that_were_moved_are_committed_like_new_ones(
     before = Written(form, tmp_path, new_pages(form))
     group = LaneGroup(tmp_path / "group-0", form)
     group.prepare()
-    group.grow(4)
+    group.arrays.grow(4)
     group.commit(0, new_pages(form))
     records = np.array(before.records[2:4], form.geometry.record_dtype)
     made = group.commit(3, MovedPages(form, records, before.stored[2:4]))

@@ -89,7 +89,7 @@ def test_a_reused_record_shows_nothing_of_its_last_page(spill: SpillFile) -> Non
 def test_the_file_has_no_name_and_is_private(tmp_path: Path) -> None:
     spill = SpillFile(SPEC, tmp_path, Budget())
     assert list(tmp_path.iterdir()) == []
-    assert os.fstat(spill._descriptor).st_mode & 0o077 == 0
+    assert os.fstat(spill._fd).st_mode & 0o077 == 0
     spill.close()
 
 
@@ -132,7 +132,7 @@ def test_damaged_bytes_are_refused_and_named(
     spill = SpillFile(SPEC, tmp_path, Budget())
     (record,) = spill.allocate(1)
     spill.write_page(record, make_page(SPEC, 1))
-    fd = spill._descriptor
+    fd = spill._fd
     data = damage(os.pread(fd, SPEC.page_nbytes, 0))
     os.ftruncate(fd, 0)
     os.pwrite(fd, data, 0)
@@ -145,7 +145,7 @@ def test_records_that_change_places_are_refused(tmp_path: Path) -> None:
     spill = SpillFile(SPEC, tmp_path, Budget())
     for record in spill.allocate(2):
         spill.write_page(record, make_page(SPEC, record))
-    fd, size = spill._descriptor, SPEC.page_nbytes
+    fd, size = spill._fd, SPEC.page_nbytes
     first, second = os.pread(fd, size, 0), os.pread(fd, size, size)
     os.pwrite(fd, second + first, 0)
     with pytest.raises(CorruptPageError):

@@ -3,6 +3,7 @@
 The store is made to behave as one whose rows are taken back and moved by others.
 """
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -254,25 +255,21 @@ def test_the_store_is_told_which_pages_live_sequences_need(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs = SPEC, make_spec(group="b")
-    with pk.PagedKVCache(specs, 4, pk.PageStore.open(path, specs)) as cache:
-        store = cache.store
-        assert store is not None
+    store = pk.PageStore.open(path, specs)
+    told: list[Callable[[], Any]] = []
+    monkeypatch.setattr(store, "protect", told.append)
+    with pk.PagedKVCache(specs, 4, store) as cache:
         for spec in specs:
             cache.put(pk.page_keys(spec, range(8)), make_pages(spec, [1, 2]))
         cache.flush()
-        kept: list[set[tuple[int, bytes]]] = []
-        real = store.write
-
-        def write(*args: Any, keep: Callable[[], Any], **options: Any) -> Any:
-            kept.append(set(keep()))
-            return real(*args, keep=keep, **options)
-
-        monkeypatch.setattr(store, "write", write)
+        (keep,) = told
+        assert keep() == set()
         sequence = cache.open_sequence(range(4))
-        cache.put(KEYS[:1], PAGES[:1], group=0)
-        cache.flush()
-        assert kept == [{(g, page.key) for g in range(2) for page in sequence.table(g)}]
-        assert len(kept[0]) == 2
+        held = {(g, page.key) for g in range(2) for page in sequence.table(g)}
+        assert keep() == held
+        assert len(held) == 2
+        sequence.close()
+        assert keep() == set()
 
 
 # -- what other processes store --------------------------------------------------------------
@@ -663,6 +660,28 @@ def test_a_store_that_a_cache_has_taken_over_is_refused(path: Path, mode: Any) -
         cache.put(KEYS[:1], PAGES[:1])
     with pytest.raises(pk.ClosedError):
         pk.PagedKVCache(SPEC, 2, store)
+
+
+def test_a_cache_that_is_refused_leaves_the_others_pages_protected(path: Path) -> None:
+    keys, pages, _ = prefix(2)
+    store = pk.PageStore.open(path, SPEC)
+    with pk.PagedKVCache(SPEC, 4, store) as cache:
+        cache.put(keys, pages)
+        cache.flush()
+        with cache.open_sequence(range(8)) as sequence:
+            with pytest.raises(pk.StoreLockedError):
+                pk.PagedKVCache(SPEC, 2, store)
+            store.collect(1)
+            assert sequence.num_tokens == 8
+            assert store.find_rows(keys).min() >= 0
+
+
+def test_a_store_whose_cache_was_dropped_is_free(path: Path) -> None:
+    store = pk.PageStore.open(path, SPEC)
+    pk.PagedKVCache(SPEC, 2, store)
+    gc.collect()
+    with pk.PagedKVCache(SPEC, 2, store) as cache:
+        cache.put(KEYS[:1], PAGES[:1])
 
 
 def test_a_store_whose_cache_could_not_be_made_is_free(path: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ class Job:
         "error",
         "fetch",
         "is_abandoned",
+        "is_awaited",
         "is_done",
         "is_used",
         "nbytes",
@@ -53,6 +54,7 @@ class Job:
         self.what = what
         self.error: BaseException | None = None
         self.is_done = False
+        self.is_awaited = False
         self.is_used = False
         self.is_abandoned = False
         self._lock = threading.Lock()
@@ -90,7 +92,9 @@ class DiskThreads:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._queue: deque[Job] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._is_done = threading.Condition(self._lock)
         self._num_idle = 0
         self._threads: set[threading.Thread] = set()
         self._running: set[Job] = set()
@@ -99,7 +103,7 @@ class DiskThreads:
     @property
     def num_hung(self) -> int:
         """Threads whose job was given up, and that the system has not let go yet."""
-        with self._wake:
+        with self._lock:
             return self._count_hung()
 
     def start(self, jobs: Sequence[Job]) -> None:
@@ -109,7 +113,7 @@ class DiskThreads:
             StoreTimeoutError: Too many threads hang already.
             ClosedError: The store was closed.
         """
-        with self._wake:
+        with self._lock:
             if self._is_closed:
                 raise ClosedError("the store is closed")
             if self._count_hung() >= MAX_HUNG:
@@ -123,7 +127,7 @@ class DiskThreads:
                 for job in jobs:
                     job.abandon()
                 raise
-            self._wake.notify_all()
+            self._has_work.notify(len(jobs))
 
     def wait(self, jobs: Sequence[Job], expires: float | None) -> None:
         """Wait until all of these are done.
@@ -138,15 +142,16 @@ class DiskThreads:
             BaseException: What a job raised, the first one; all are done.
         """
         late: Job | None = None
-        with self._wake:
-            for job in jobs:
+        with self._lock:
+            for job in reversed(jobs):  # the last ones come last: few are waited for
                 while not job.is_done:
                     left = None if expires is None else expires - time.monotonic()
                     if left is not None and left <= 0 and job.abandon():
                         late = job
                         self._start_threads()
                         break
-                    self._wake.wait(None if left is None else max(left, 0.001))
+                    job.is_awaited = True
+                    self._is_done.wait(None if left is None else max(left, 0.001))
         if late is not None:
             raise StoreTimeoutError(f"the disk did not answer in time: reading {late.what}")
         for job in jobs:
@@ -155,17 +160,18 @@ class DiskThreads:
 
     def call_off(self, jobs: Sequence[Job]) -> None:
         """Give jobs up; those that are past the disk are done when this returns."""
-        with self._wake:
+        with self._lock:
             for job in jobs:
                 while not job.is_done and not job.abandon():
-                    self._wake.wait()
+                    job.is_awaited = True
+                    self._is_done.wait()
             self._start_threads()
 
     def close(self) -> None:
         """Let the threads end when they have done their jobs; does not wait for them."""
-        with self._wake:
+        with self._lock:
             self._is_closed = True
-            self._wake.notify_all()
+            self._has_work.notify_all()
 
     def _start_threads(self) -> None:
         """Start what is missing for the queue, in the stead of hung ones too."""
@@ -184,10 +190,10 @@ class DiskThreads:
     def _work(self) -> None:
         memory = aligned(1)
         while True:
-            with self._wake:
+            with self._lock:
                 while not self._queue and not self._is_closed:
                     self._num_idle += 1
-                    self._wake.wait()
+                    self._has_work.wait()
                     self._num_idle -= 1
                 is_surplus = len(self._threads) > self._num_threads + self._count_hung()
                 if not self._queue or is_surplus:
@@ -198,8 +204,9 @@ class DiskThreads:
             if len(memory) < job.nbytes:
                 memory = aligned(job.nbytes)
             job.run(memory)
-            with self._wake:
+            with self._lock:
                 self._running.remove(job)
                 job.is_done = True
-                self._wake.notify_all()
+                if job.is_awaited:
+                    self._is_done.notify_all()
             del job  # and with it the caller's memory, while this thread is idle

@@ -25,6 +25,8 @@ from pagedkv.segment_map import SegmentMap
 
 Array = npt.NDArray[Any]
 
+_MAX_TRIES = 4
+_STARTED_TOGETHER = 8
 _BLOCK_NBYTES = 4096
 """Reads past the page cache begin and end at multiples of this."""
 
@@ -89,16 +91,20 @@ class PageReader:
         expires = None if deadline is None else time.monotonic() + deadline
         damaged: set[int] = set()
         jobs: list[Job] = []
+        num_started = 0
         try:
             for one in wanted:
                 for extent in one.form.plan(one.segment_map, one.rows, one.layer):
-                    rest = (
-                        extent if self._direct else self._read_cached(one, extent, pages, damaged)
-                    )
+                    rest = extent
+                    # Where so many were not in the page cache, the next one hardly is.
+                    if not self._direct and len(jobs) < _MAX_TRIES:
+                        rest = self._read_cached(one, extent, pages, damaged)
                     if rest:
-                        job = self._job(one, rest, pages, damaged)
-                        self._threads.start([job])
-                        jobs.append(job)
+                        jobs.append(self._job(one, rest, pages, damaged))
+                        if len(jobs) <= _MAX_TRIES or len(jobs) - num_started >= _STARTED_TOGETHER:
+                            self._threads.start(jobs[num_started:])
+                            num_started = len(jobs)
+            self._threads.start(jobs[num_started:])
             self._threads.wait(jobs, expires)
         except BaseException:
             self._threads.call_off(jobs)

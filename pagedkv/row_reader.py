@@ -27,6 +27,9 @@ logger = logging.getLogger("pagedkv")
 
 Array = npt.NDArray[Any]
 
+_LARGE_NBYTES = 64 * 2**10
+_MAX_TRIES = 4
+
 
 class RowReader:
     """Finds the segments of rows and reads them. Thread-safe.
@@ -70,23 +73,64 @@ class RowReader:
             return
         if number >= len(self._contents.formats):
             raise self._not_found(unpack_row(int(packed[0])))
+        pages = self._checked_arrays(number, len(packed), layer, out, at)
+        lost: list[int] = []
+        todo = self._read_large(number, packed, layer, pages, lost)
+        if len(todo):
+            wanted = self._wanted(number, packed, todo, layer, lost)
+            lost += self._reader.read(wanted, pages, deadline)
+        pages.deliver()
+        if lost:
+            self._lose(packed, sorted(lost))
+
+    def _checked_arrays(
+        self,
+        number: int,
+        count: int,
+        layer: int | None,
+        out: Sequence[Array] | Array,
+        at: Numbers | None,
+    ) -> PageArrays:
+        """``out`` as arrays for ``count`` pages; ``ValueError`` if it does not fit."""
         spec = self._contents.formats[number].spec
         if layer is not None and not 0 <= layer < spec.held_layers:
             raise ValueError(f"layer is {layer}: the spec holds {spec.held_layers} layers")
         shape: tuple[int, ...] = spec.page_shape if layer is None else spec.layer_shape
-        if isinstance(out, np.ndarray) and at is None and len(out) > len(packed):
-            out = out[: len(packed)]
+        if isinstance(out, np.ndarray) and at is None and len(out) > count:
+            out = out[:count]
         pages = PageArrays(out, at, shape, spec.np_dtype, "an out array")
-        if pages.count != len(packed):
-            raise ValueError(f"{len(packed)} rows for {pages.count} arrays")
+        if pages.count != count:
+            raise ValueError(f"{count} rows for {pages.count} arrays")
         if not pages.is_writable:
             raise ValueError("an out array is read-only")
-        lost: list[int] = []
-        wanted = self._wanted(number, packed, layer, lost)
-        lost += self._reader.read(wanted, pages, deadline)
-        pages.deliver()
-        if lost:
-            self._lose(packed, sorted(lost))
+        return pages
+
+    def _read_large(
+        self,
+        number: int,
+        packed: PackedRows,
+        layer: int | None,
+        pages: PageArrays,
+        lost: list[int],
+    ) -> Numbers:
+        """Read large pages from the page cache one by one, which costs least.
+
+        Returns:
+            Positions of those that are left, because they are not large, or not in the page cache.
+        """
+        everything = np.arange(len(packed))
+        if layer is not None or self._contents.formats[number].page_nbytes < _LARGE_NBYTES:
+            return everything
+        left: list[int] = []
+        for position, row in enumerate(packed.tolist()):
+            is_good = self._read_cached(row, None, pages.page(position))
+            if is_good is None:
+                left.append(position)
+                if len(left) >= _MAX_TRIES:  # the next one hardly is in the page cache
+                    return np.concatenate([left, everything[position + 1 :]]).astype(np.int64)
+            elif not is_good:
+                lost.append(position)
+        return np.array(left, dtype=np.int64)
 
     def _read_one(
         self,
@@ -167,10 +211,15 @@ class RowReader:
             raise CorruptPageError(str(errors[0]), keys, tuple(positions)) from errors[0]
 
     def _wanted(
-        self, number: int, packed: PackedRows, layer: int | None, lost: list[int]
+        self,
+        number: int,
+        packed: PackedRows,
+        todo: Numbers,
+        layer: int | None,
+        lost: list[int],
     ) -> Iterator[SegmentRead]:
         """What to read from each segment; positions of pages that cannot be go to ``lost``."""
-        order = np.argsort(packed, kind="stable") if len(packed) > 1 else np.zeros(1, np.int64)
+        order = todo[np.argsort(packed[todo], kind="stable")]
         lanes = packed[order] >> ROW_BITS + GROUP_BITS
         rows = packed[order] & (1 << ROW_BITS) - 1
         segment_rows = self._contents.rows_of(number)

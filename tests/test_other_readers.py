@@ -135,6 +135,8 @@ def test_xarray_opens_a_layer_group_with_named_dimensions(
             **dict(zip(data.kv.dims, (12, *sample.spec.page_shape), strict=True)),
             "byte": 32,
             "record": data.sizes["record"],
+            "entry": 1024,
+            "field": 48,
         }
         held = data.sel(row=data.num_tokens.values > 0)
         assert same_bits(list(held.kv.values), sample.read)

@@ -1,12 +1,9 @@
 """``PagedKVCache``: pages in a pool, and below it a store, shared by sequences and by key."""
 
 import copy
-import functools
 import logging
 import os
-import threading
 import time
-import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -17,8 +14,9 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv import owners
 from pagedkv.arrays import as_int, check_pages
-from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError, StoreLockedError
+from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError
 from pagedkv.group import LayerGroup
 from pagedkv.loading import Loader, LoadHandle
 from pagedkv.lock import CacheLock
@@ -138,7 +136,7 @@ class PagedKVCache:
         self._num_forks = _forks.count
         self.is_closed = False
         if store is not None:
-            _take_over(store, self)
+            owners.take_over(store, self)
 
     # -- sizes -------------------------------------------------------------------------------
 
@@ -395,8 +393,7 @@ class PagedKVCache:
         finally:
             if self.store is not None:
                 self.store.close()
-                with _owners_lock:
-                    _owners.pop(self.store, None)
+                owners.let_go(self.store)
 
     @property
     def is_of_parent(self) -> bool:
@@ -513,37 +510,6 @@ def _check_store(store: PageStore | None, specs: tuple[KVSpec, ...]) -> None:
         )
     for own, stored in zip(specs, store.specs, strict=True):
         own.require_equal(stored, f"the store at {store.path}")
-
-
-_owners: weakref.WeakKeyDictionary[PageStore, weakref.ref[PagedKVCache]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The cache that has taken each store over."""
-_owners_lock = threading.Lock()
-
-
-def _pages_in_use(owner: weakref.ref[PagedKVCache]) -> set[tuple[int, PageKey]]:
-    """What the cache's live sequences hold; a cache that was dropped has none."""
-    cache = owner()
-    return set() if cache is None else cache.pages_in_use()
-
-
-def _take_over(store: PageStore, cache: PagedKVCache) -> None:
-    """Note that the store is the cache's; ``StoreLockedError`` if it is another's.
-
-    The store learns what it may not give up, without keeping a cache alive that was dropped.
-    """
-    with _owners_lock:
-        owner = _owners.get(store)
-        other = None if owner is None else owner()
-        if other is not None and other is not cache:
-            raise StoreLockedError(
-                f"the store at {store.path} belongs to another cache of this process ({other!r}): "
-                "use that one, or open the store again"
-            )
-        _owners[store] = weakref.ref(cache)
-        if not store.read_only:
-            store.protect(functools.partial(_pages_in_use, _owners[store]))
 
 
 def _pool_path(

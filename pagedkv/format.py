@@ -177,10 +177,6 @@ class Geometry:
         """The index that ends a segment file: two numbers for each layer, and their CRC32C."""
         return self.rows * self.num_layers * 16 + 4
 
-    def segment_nbytes(self, num_pages: int) -> int:
-        """A segment file that holds ``num_pages`` pages, with its index."""
-        return num_pages * self.page_nbytes + self.index_nbytes
-
     @property
     def record_dtype(self) -> np.dtype[Any]:
         """One record of the catalogue."""

@@ -37,7 +37,7 @@ def test_a_segment_of_a_model_is_about_48_mib() -> None:
     spec = make_spec(num_layers=30, num_kv_heads=3, head_dim=64, page_tokens=16)
     geometry = Geometry.of(spec, Raw())
     assert geometry.page_nbytes == spec.page_nbytes + 30 * 4
-    assert 40 * 2**20 < geometry.segment_nbytes(geometry.rows) < 50 * 2**20
+    assert 40 * 2**20 < geometry.rows * geometry.page_nbytes < 50 * 2**20
 
 
 def test_a_page_larger_than_a_segment_gets_one_of_its_own() -> None:
@@ -75,7 +75,7 @@ def test_the_index_says_where_each_layer_of_each_page_is() -> None:
     geometry = Geometry.of(make_spec(num_layers=2), Raw(), rows=3)
     index = fmt.segment_index(geometry, np.full((2, 2), geometry.payload_nbytes, np.uint32))
     assert len(index) == 3 * 2 * 16 + 4
-    assert geometry.segment_nbytes(2) == 2 * geometry.page_nbytes + len(index)
+    assert geometry.index_nbytes == len(index)
     size = geometry.chunk_nbytes
     expected = [(number * size, size) for number in range(4)] + [(2**64 - 1, 2**64 - 1)] * 2
     assert list(struct.iter_unpack("<QQ", index[:-4])) == expected

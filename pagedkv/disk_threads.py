@@ -191,14 +191,19 @@ class DiskThreads:
         memory = aligned(1)
         while True:
             with self._lock:
-                while not self._queue and not self._is_closed:
+                while True:
+                    if len(self._threads) > self._num_threads + self._count_hung():
+                        self._has_work.notify()  # it may be this thread that was woken for a job
+                        self._threads.discard(threading.current_thread())
+                        return
+                    if self._queue:
+                        break
+                    if self._is_closed:
+                        self._threads.discard(threading.current_thread())
+                        return
                     self._num_idle += 1
                     self._has_work.wait()
                     self._num_idle -= 1
-                is_surplus = len(self._threads) > self._num_threads + self._count_hung()
-                if not self._queue or is_surplus:
-                    self._threads.discard(threading.current_thread())
-                    return
                 job = self._queue.popleft()
                 self._running.add(job)
             if len(memory) < job.nbytes:

@@ -104,7 +104,8 @@ class PageReader:
                         if len(jobs) <= _MAX_TRIES or len(jobs) - num_started >= _STARTED_TOGETHER:
                             self._threads.start(jobs[num_started:])
                             num_started = len(jobs)
-            self._threads.start(jobs[num_started:])
+            if num_started < len(jobs):
+                self._threads.start(jobs[num_started:])
             self._threads.wait(jobs, expires)
         except BaseException:
             self._threads.call_off(jobs)

@@ -11,8 +11,7 @@ import os
 import secrets
 import stat
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -284,31 +283,6 @@ def sync_file(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
     else:
         os.fsync(fd)
-
-
-def sync_together(syncs: "Sequence[Callable[[], None]]") -> None:
-    """Run several of ``sync_file`` and ``sync_dir`` at once: the disk does them in one go.
-
-    Raises:
-        OSError: One of them failed, the first one; all are done.
-    """
-    errors: list[BaseException | None] = [None] * len(syncs)
-
-    def run(number: int) -> None:
-        try:
-            syncs[number]()
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors[number] = error
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(1, len(syncs))]
-    for thread in threads:
-        thread.start()
-    run(0)
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        if error is not None:
-            raise error
 
 
 def sync_dir(path: Path) -> None:

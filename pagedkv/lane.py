@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +36,7 @@ Array = npt.NDArray[Any]
 logger = logging.getLogger("pagedkv")
 
 _SYNCED_TOGETHER = 4
+"""Segments that are written before the first of them is synced."""
 _YOUNG_NS = 50 * 10**6
 """A folder changed so lately may change again without showing it."""
 
@@ -240,8 +240,8 @@ class LaneGroup:
                 made += self._write_segments(part, start * rows, source, temps)
             for temp, path in temps:
                 files.replace(temp, path)
-            folders = (self.path / KV, self.path / CATALOG)
-            files.sync_together([partial(files.sync_dir, folder) for folder in folders])
+            files.sync_dir(self.path / KV)
+            files.sync_dir(self.path / CATALOG)
         except BaseException:
             for paths in reversed(temps):
                 for path in paths:
@@ -295,23 +295,24 @@ class LaneGroup:
         """
         made: list[tuple[Segment, SegmentMap, Bytes]] = []
         with contextlib.ExitStack() as stack:
-            syncs = []
+            unsynced: list[int] = []
             for number in numbers:
                 keys = tuple(source.keys[start : start + self.geometry.rows])
                 path = self.chunk_path(KV, number)
                 fd, temp = stack.enter_context(files.new_file(path))
                 temps.append((temp, path))
                 segment_map = source.write(fd, start, len(keys))
-                syncs.append(partial(files.sync_file, fd))
+                unsynced.append(fd)
                 chunk = source.catalog(number, start, segment_map)
                 catalog_path = self.chunk_path(CATALOG, number)
                 fd, temp = stack.enter_context(files.new_file(catalog_path))
                 temps.append((temp, catalog_path))
                 files.write_all(fd, chunk)
-                syncs.append(partial(files.sync_file, fd))
+                unsynced.append(fd)
                 made.append((Segment(number, path, keys), segment_map, chunk))
                 start += len(keys)
-            files.sync_together(syncs)
+            for fd in unsynced:
+                files.sync_file(fd)
         return made
 
     def _load_segment(self, number: int) -> tuple[Segment, SegmentMap]:

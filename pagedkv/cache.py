@@ -320,7 +320,7 @@ class PagedKVCache:
                 (number, key)
                 for number, group in enumerate(self._groups)
                 for key, page in group.places.index.items()
-                if page.ref_count and page.row is not None
+                if page.ref_count  # whether it is stored or about to be
             }
 
     # -- the whole ---------------------------------------------------------------------------

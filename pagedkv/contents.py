@@ -142,6 +142,18 @@ class Contents:
             assert key is not None
             self.indexes[number].add(key, StoreRow(lane, number, first + row))
 
+    def find_withdrawn(self, key: PageKey, number: int) -> StoreRow | None:
+        """The row of a page in a segment that is withdrawn, and not dropped yet."""
+        with self.lock:
+            for place, rows in self._withdrawn.items():
+                if place[1] == number:
+                    group = self.groups[place[0], number]
+                    keys = group.segments[place[2]].keys
+                    for row in rows:
+                        if keys[row] == key:
+                            return StoreRow(place[0], number, place[2] * group.geometry.rows + row)
+        return None
+
     def drop(self, place: Place) -> None:
         """Forget a segment that is gone."""
         lane, number, segment_number = place

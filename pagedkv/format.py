@@ -51,7 +51,7 @@ class StoreRow(NamedTuple):
 
 PackedRows = npt.NDArray[np.int64]
 """Rows as integers, by ``pack_row``."""
-ROW_BITS, GROUP_BITS = 40, 16
+ROW_BITS, GROUP_BITS, LANE_BITS = 40, 8, 15
 """A packed row is one integer, as an index of millions keeps it: lane, group, row from the top."""
 
 

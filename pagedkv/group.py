@@ -135,6 +135,8 @@ class LayerGroup:
         with self._lock:
             self.places.wait_ready([page])
             self.room.promote([page], at_least=0, spare_held=False)
+            if page.is_lost:
+                raise CorruptPageError(f"{page!r} of a live sequence was lost on disk")
 
     def read_page(self, page: Page, out: Array) -> None:
         """Copy a page of the caller's sequence into ``(layer, kind, token, head, channel)``.

@@ -12,7 +12,14 @@ import google_crc32c
 
 from pagedkv.codec import Codec, codec_from_dict
 from pagedkv.errors import FormatVersionError, SpecMismatchError, StoreError
-from pagedkv.format import ATTRIBUTE, FORMAT_VERSION, MAX_SEGMENT_ROWS, METADATA, Geometry
+from pagedkv.format import (
+    ATTRIBUTE,
+    FORMAT_VERSION,
+    GROUP_BITS,
+    MAX_SEGMENT_ROWS,
+    METADATA,
+    Geometry,
+)
 from pagedkv.spec import KVSpec
 
 CHECKSUM = "crc32c"
@@ -50,6 +57,8 @@ class StoreHeader:
     ) -> "StoreHeader":
         """The header of a new store; ``ValueError`` if two specs have one group name."""
         groups = [spec.group for spec in specs]
+        if len(groups) > 1 << GROUP_BITS:
+            raise ValueError(f"{len(groups)} specs: a store has at most {1 << GROUP_BITS}")
         if len(set(groups)) != len(groups):
             raise ValueError(f"the specs' groups are {groups}: each needs a name of its own")
         return cls(

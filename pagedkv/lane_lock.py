@@ -4,7 +4,6 @@ The lock is on the lane's folder itself, and who holds it stands in the attribut
 group: a lock file would be foreign to the Zarr hierarchy, and readers would warn of it.
 """
 
-import itertools
 import os
 import socket
 import weakref
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv import files, lane_document
-from pagedkv.format import lane_name
+from pagedkv.errors import StoreLockedError
+from pagedkv.format import LANE_BITS, lane_name
 
 
 class LaneLock:
@@ -38,13 +38,13 @@ class LaneLock:
         Raises:
             OSError: The system could not make or lock it.
         """
-        for lane in itertools.count():
+        for lane in range(1 << LANE_BITS):
             path = root / lane_name(lane)
             files.make_dir(path)
             lock = cls.try_take(root, lane) if files.is_folder(path) else None
             if lock is not None:
                 return lock
-        raise AssertionError("unreachable")
+        raise StoreLockedError(f"{root} has {1 << LANE_BITS} writers: it cannot have more")
 
     @classmethod
     def try_take(cls, root: Path, lane: int) -> "LaneLock | None":

@@ -61,6 +61,7 @@ class PageArrays:
 
     Raises:
         ValueError: A shape, dtype or place does not fit; the message names it.
+        TypeError: ``at`` is no row of integers.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PageArrays:
         dtype: np.dtype[Any],
         what: str,
     ) -> None:
+        at = _as_places(at)
         self._shape = shape
         self._arrays = arrays
         self._at = at
@@ -159,6 +161,15 @@ class PageArrays:
         start = staged.__array_interface__["data"][0]
         addresses = start + np.arange(self.count) * staged.strides[0]
         return PageMemory(addresses, *_strides(staged))
+
+
+def _as_places(at: "Numbers | None") -> "Numbers | None":
+    if at is None:
+        return None
+    places = np.asarray(at)
+    if places.ndim != 1 or places.dtype.kind not in "iu":
+        raise TypeError(f"at is {at!r}: it must be one row of integers")
+    return places.astype(np.int64, copy=False)
 
 
 def _strides(pages: Array) -> tuple[int, int]:

@@ -89,10 +89,14 @@ class Mover:
             return
         self._num_given_up = self.store.num_segments_given_up
         for key, page in self.places.index.items():
-            if page.row is not None and page.state is PageState.READY:
-                row = self.find_row(key)
-                if row != page.row:
-                    self.places.set_row(page, row, exact=row is not None and page.exact)
+            # A row may leave the index before it is gone: its page is found anew when it is.
+            if (
+                page.row is not None
+                and page.state is PageState.READY
+                and not self.store.holds(page.row)
+            ):
+                row = self._find_held(key)
+                self.places.set_row(page, row, exact=row is not None and page.exact)
 
     def is_safe(self, page: Page) -> bool:
         """Whether the page's slot can be taken without losing what must not be lost.
@@ -352,12 +356,17 @@ class Mover:
                 return error.positions
         return ()
 
+    def _find_held(self, key: PageKey) -> StoreRow | None:
+        """The store's row of a page that is held, though it is just being moved."""
+        assert self.store is not None
+        return self.find_row(key) or self.store.find_leaving(key, self.number)
+
     def _look_again(self, pages: Iterable[Page]) -> set[PageKey]:
         """Find another row of pages whose row could not be read; the keys that have none."""
         lost = set()
         for page in pages:
             assert page.key is not None
-            row = self.find_row(page.key)
+            row = self._find_held(page.key)
             if row is None or row == page.row:
                 self.places.set_row(page, None, exact=False)
                 lost.add(page.key)

@@ -13,6 +13,7 @@ from pagedkv.contents import Contents, Place
 from pagedkv.errors import CorruptPageError, PageNotFoundError
 from pagedkv.format import (
     GROUP_BITS,
+    LANE_BITS,
     ROW_BITS,
     PackedRows,
     StoreRow,
@@ -61,7 +62,7 @@ class RowReader:
         if isinstance(rows, np.ndarray):
             packed = rows
         else:
-            packed = np.array([pack_row(row) for row in rows], dtype=np.int64)
+            packed = np.array([self._packed(row) for row in rows], dtype=np.int64)
         if not len(packed):
             return
         groups = packed >> ROW_BITS & (1 << GROUP_BITS) - 1
@@ -145,7 +146,7 @@ class RowReader:
         """
         if not _is_one(out, at):
             return False
-        packed = int(rows[0]) if isinstance(rows, np.ndarray) else pack_row(rows[0])
+        packed = int(rows[0]) if isinstance(rows, np.ndarray) else self._packed(rows[0])
         is_good = self._read_cached(packed, layer, out[0 if at is None else int(at[0])])
         if is_good is False:
             self._lose(np.array([packed]), [0])
@@ -268,6 +269,12 @@ class RowReader:
         first = segment_number * self._contents.rows_of(number)
         raise self._not_found(StoreRow(lane, number, first + int(rows[-1])))
 
+    def _packed(self, row: StoreRow) -> int:
+        lane, group, number = row
+        if lane >> LANE_BITS or group >> GROUP_BITS or number >> ROW_BITS:
+            raise self._not_found(row)
+        return pack_row(row)
+
     def _not_found(self, row: StoreRow) -> PageNotFoundError:
         return PageNotFoundError(f"the store {self._contents.root} has no page in {row}")
 
@@ -294,6 +301,6 @@ class RowReader:
 
 def _is_one(out: Sequence[Array] | Array, at: Numbers | None) -> bool:
     """Whether ``out`` and ``at`` name one array, beyond doubt."""
-    if isinstance(out, np.ndarray) and at is not None:
-        return len(at) == 1 and 0 <= int(at[0]) < len(out)
+    if isinstance(out, np.ndarray) and isinstance(at, np.ndarray):
+        return at.shape == (1,) and at.dtype.kind in "iu" and 0 <= int(at[0]) < len(out)
     return at is None and len(out) == 1

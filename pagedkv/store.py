@@ -248,6 +248,20 @@ class PageStore:
         self._check_open()
         return self._contents.indexes[self._check_group(group)].get_many(keys)
 
+    def holds(self, row: StoreRow) -> bool:
+        """Whether a page can be read by this row, though ``find`` may know it no more."""
+        self._check_open()
+        group = self._contents.groups.get((row.lane, row.group))
+        return group is not None and group.locate(row.row) is not None
+
+    def find_leaving(self, key: PageKey, group: int) -> StoreRow | None:
+        """The row of a page whose segment is being given up; None if it is in none such.
+
+        If the page is protected it is moved, and ``find`` tells its new row afterwards.
+        """
+        self._check_open()
+        return self._contents.find_withdrawn(key, self._check_group(group))
+
     def refresh(self) -> bool:
         """Notice what other processes have committed or removed; whether anything changed.
 
@@ -297,6 +311,10 @@ class PageStore:
                 entry = self.entry(row)
             except PageNotFoundError:  # given up, or moved, since the iteration began
                 continue
+            except CorruptPageError as error:
+                if self.find(PageKey(error.keys[0]), row.group) == row:
+                    raise
+                continue  # it is about to be
             yield row, entry
 
     def write(

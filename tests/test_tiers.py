@@ -704,3 +704,66 @@ def test_a_resident_page_whose_row_was_given_up_is_written_again(tmp_path: Path)
         for number in range(1, 12):
             cache.put(KEYS[number : number + 1], PAGES[number : number + 1])
         assert bits(cache.get(KEYS[:1])) == bits(PAGES[:1])
+
+
+def one_page(number: int) -> tuple[list[pk.PageKey], Array]:
+    return KEYS[number : number + 1], PAGES[number : number + 1]
+
+
+def test_a_live_page_stays_while_its_segment_is_on_its_way(tmp_path: Path) -> None:
+    keys, pages, kv = prefix(1)
+    store = pk.PageStore.open(tmp_path / "cache.zarr", SPEC, max_nbytes="4MiB")
+    with pk.PagedKVCache(SPEC, 4, store) as cache:
+        for number in range(3):
+            cache.put(*one_page(number))
+            cache.flush()
+        entries = [pk.PageEntry(key=key, num_tokens=4) for key in [keys[0], *KEYS[10:16]]]
+        store.write(0, entries, np.concatenate([pages, PAGES[10:16]]))
+        for number in range(20, 24):
+            cache.put(*one_page(number))
+        cache.flush()
+        held = cache.open_sequence(range(4))
+        others = [cache.open_sequence() for _ in range(4)]
+        for other in others:  # the pool is full of their pages
+            other.append(*make_kv(SPEC, 4))
+
+        def keep() -> set[tuple[int, pk.PageKey]]:
+            is_leaving = store.num_segments_given_up and store.find(keys[0]) is None
+            if is_leaving and len(others) == 4:  # meanwhile another thread needs a slot
+                others[0].close()
+                others.append(cache.open_sequence())
+                others[-1].append(*make_kv(SPEC, 4))
+            return cache.pages_in_use()
+
+        store.protect(keep)
+        assert store.collect(1).num_pages_moved >= 1
+        assert len(others) == 5
+        with held.gather(0) as (k, v):
+            assert bits(np.stack([k, v])) == bits(kv[:, 0])
+
+
+def test_a_live_page_stays_though_its_row_leaves_as_soon_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = pk.PageStore.open(tmp_path / "cache.zarr", SPEC, max_nbytes="4MiB")
+    with pk.PagedKVCache(SPEC, 4, store) as cache:
+        kv = make_kv(SPEC, 4)
+        held = cache.open_sequence()
+        held.append(*kv, range(4))
+        write, calls = store.write, []
+
+        def write_and_collect(*args: Any, **options: Any) -> list[StoreRow]:
+            rows = write(*args, **options)
+            if not calls:
+                calls.append(store.collect(1))
+                cache.put(*one_page(1))
+            return rows
+
+        monkeypatch.setattr(store, "write", write_and_collect)
+        cache.flush()
+        assert calls
+        others = [cache.open_sequence() for _ in range(4)]
+        for other in others:
+            other.append(*make_kv(SPEC, 4))
+        with held.gather(0) as (k, v):
+            assert bits(np.stack([k, v])) == bits(np.stack([kv[0][0], kv[1][0]]))

@@ -114,7 +114,7 @@ def test_records_of_variable_size_say_where_the_layers_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [StoreRow(0, 0, 0), StoreRow(5, 3, 2**40 - 1), StoreRow(2**7 - 1, 2**16 - 1, 1)]
+    "row", [StoreRow(0, 0, 0), StoreRow(5, 3, 2**40 - 1), StoreRow(2**15 - 1, 2**8 - 1, 1)]
 )
 def test_a_packed_row_is_one_integer(row: StoreRow) -> None:
     packed = fmt.pack_row(row)

@@ -110,7 +110,7 @@ class Mover:
             return page.key is None and page.spill is not None
         if page.spill is not None:
             return True
-        return page.exact and (not self.can_write or self._is_own(page.row))
+        return page.exact and (not self.can_write or self._is_kept(page))
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -339,8 +339,15 @@ class Mover:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _is_own(self, row: StoreRow) -> bool:
-        return self.store is not None and row.lane == self.store.own_lane
+    def _is_kept(self, page: Page) -> bool:
+        """Whether the own lane has a page of a live sequence, and is not about to give it up.
+
+        Its row may be outdated. A row that ``find`` knows is kept: whoever gives its segment up
+        asks afterwards which pages are held.
+        """
+        assert page.key is not None
+        row = self.find_row(page.key)
+        return row is not None and self.store is not None and row.lane == self.store.own_lane
 
     def _read_rows(
         self, rows: Sequence[StoreRow], out: Sequence[Array], deadline: float | None

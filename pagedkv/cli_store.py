@@ -134,8 +134,8 @@ def gc(
         )
         if not is_within:
             typer.echo(
-                f"pagedkv: more than {max_size} is left: what other processes are writing now is"
-                " theirs",
+                f"pagedkv: more than {max_size} is left: documents, and lanes that other processes"
+                " write, stay",
                 err=True,
             )
     if not is_within:

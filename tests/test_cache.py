@@ -776,6 +776,7 @@ def test_a_folder_that_becomes_read_only_keeps_what_is_in_memory(public_folder: 
         cache.put(KEYS[:2], PAGES[:2])
         sequence = cache.open_sequence()
         sequence.append(*kv)
+        wait_for_writers(cache)
         with not_writable(public_folder):
             message = rf"{public_folder}.*Permission denied"
             with unchanged(cache, sequence):

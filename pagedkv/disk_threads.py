@@ -14,6 +14,8 @@ from pagedkv.errors import ClosedError, StoreTimeoutError
 from pagedkv.files import Bytes
 from pagedkv.memory import aligned
 
+_LOOK_AGAIN_S = 1.0
+"""A wake-up can get lost when Ctrl-C interrupts it; the work is found after so long all the same."""
 MAX_HUNG = 16
 """Threads that may hang at once; with more, a wait fails at once."""
 
@@ -202,7 +204,7 @@ class DiskThreads:
                         self._threads.discard(threading.current_thread())
                         return
                     self._num_idle += 1
-                    self._has_work.wait()
+                    self._has_work.wait(_LOOK_AGAIN_S)
                     self._num_idle -= 1
                 job = self._queue.popleft()
                 self._running.add(job)

@@ -15,7 +15,7 @@ from pagedkv.files import Bytes
 from pagedkv.memory import aligned
 
 _LOOK_AGAIN_S = 1.0
-"""A wake-up can get lost when Ctrl-C interrupts it: work is looked for after so long all the same."""
+"""Ctrl-C can swallow a wake-up: threads look for work after so long all the same."""
 MAX_HUNG = 16
 """Threads that may hang at once; with more, a wait fails at once."""
 

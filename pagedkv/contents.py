@@ -137,7 +137,7 @@ class Contents:
         lane, number, segment_number = place
         group = self.groups[lane, number]
         first = segment_number * group.geometry.rows
-        for row in self._withdrawn.pop(place):
+        for row in self._withdrawn.pop(place, ()):  # none, if it was dropped meanwhile
             key = group.segments[segment_number].keys[row]
             assert key is not None
             self.indexes[number].add(key, StoreRow(lane, number, first + row))

@@ -222,6 +222,9 @@ class Reclaimer:
         lane, number, segment_number = one.place
         group = self._contents.groups[lane, number]
         with self._contents.lock:
+            if group.segments.get(segment_number) is not one.segment:  # its owner gave it up
+                tally.hopeless.add(one.place)
+                return
             self._contents.withdraw(one.place)
         try:
             # Who holds a page from now on has found it elsewhere: what is to keep is complete.
@@ -242,7 +245,8 @@ class Reclaimer:
             return
         freed = group.remove(segment_number)
         with self._contents.lock:
-            self._contents.drop(one.place)
+            if group.segments.get(segment_number) is one.segment:  # else it was noticed already
+                self._contents.drop(one.place)
         self._reader.forget(one.segment)
         self._space.free(freed, lane)
         index = self._contents.indexes[number]

@@ -11,7 +11,7 @@ import numpy as np
 
 import pagedkv as pk
 from measure.compare import SECONDS, Bench, Target, Unit
-from measure.pages import Keys, as_pages, entries_of
+from measure.pages import Keys, entries_of
 from measure.tiny import TINY
 
 _BYTES_A_PAGE = Unit(name="bytes a page", amount=1.0, is_rate=False)
@@ -110,7 +110,7 @@ def _make(bench: Bench, path: Path, num_pages: int) -> Path:
     ):
         for start in starts:
             fresh = keys.take(min(_KEYS_PER_WRITE, num_pages - start))
-            store.write(0, entries_of(TINY, fresh), as_pages(pages[: len(fresh)]))
+            store.write(0, entries_of(TINY, fresh), pages[: len(fresh)])
             file.write(b"".join(fresh))
             bench.progress.advance(task)
     bench.progress.remove_task(task)

@@ -1,7 +1,6 @@
 """Pages to measure with, and the few calls of the store that the benchmarks make."""
 
 import hashlib
-import inspect
 import math
 import mmap
 import time
@@ -15,8 +14,6 @@ import numpy.typing as npt
 import pagedkv as pk
 
 Array = npt.NDArray[Any]
-
-_TAKES_ARRAYS = "at" in inspect.signature(pk.PageStore.read).parameters
 
 
 def spec_of(name: str) -> pk.KVSpec:
@@ -77,11 +74,6 @@ def entries_of(spec: pk.KVSpec, keys: Sequence[pk.PageKey]) -> list[pk.PageEntry
     return [pk.PageEntry(key=key, num_tokens=spec.page_tokens) for key in keys]
 
 
-def as_pages(pages: Array) -> Any:
-    """What ``PageStore.write`` takes for an array with the page as first axis."""
-    return pages if _TAKES_ARRAYS else list(pages)
-
-
 def write_store(
     path: Path, spec: pk.KVSpec, pages: Array, *, codec: pk.Codec | None = None, batch: int = 64
 ) -> tuple[pk.PageStore, Any]:
@@ -90,8 +82,8 @@ def write_store(
     keys = Keys().take(len(pages))
     entries = entries_of(spec, keys)
     for at in range(0, len(pages), batch):
-        store.write(0, entries[at : at + batch], as_pages(pages[at : at + batch]))
-    return store, find_rows(store, keys)
+        store.write(0, entries[at : at + batch], pages[at : at + batch])
+    return store, store.find_rows(keys)
 
 
 class Reader:
@@ -120,24 +112,12 @@ class Reader:
         self._calls: list[tuple[Any, Any]] = []
         for start in range(0, len(order), batch):
             which, at = order[start : start + batch], places[start : start + batch]
-            to = np.array(at, np.int64) if _TAKES_ARRAYS else [pages[place] for place in at]
-            of = rows[which] if isinstance(rows, np.ndarray) else [rows[one] for one in which]
-            self._calls.append((of, to))
+            self._calls.append((rows[which], np.array(at, np.int64)))
 
     def read(self, part: int = 0, num_parts: int = 1) -> None:
         """Make the calls, or every ``num_parts``-th from number ``part`` on."""
         for rows, to in self._calls[part::num_parts]:
-            if _TAKES_ARRAYS:
-                self._store.read(rows, self._pages, at=to)  # type: ignore[call-arg]
-            else:
-                self._store.read(rows, to)
-
-
-def find_rows(store: pk.PageStore, keys: Sequence[pk.PageKey]) -> Any:
-    """What ``PageStore.read`` takes as the rows of these keys."""
-    if hasattr(store, "find_rows"):
-        return store.find_rows(keys, 0)
-    return [store.find(key) for key in keys]
+            self._store.read(rows, self._pages, at=to)
 
 
 def chunk_files(store: pk.PageStore) -> list[Path]:

@@ -19,7 +19,7 @@ import zarr
 from zarr.codecs import BytesCodec, Crc32cCodec
 
 import pagedkv as pk
-from measure.pages import as_pages, entries_of, find_rows
+from measure.pages import entries_of
 
 Array = npt.NDArray[Any]
 
@@ -59,11 +59,11 @@ class Ours:
 
     def write(self, keys: Sequence[pk.PageKey], pages: Array) -> None:
         """One segment."""
-        self.store.write(0, entries_of(self._spec, keys), as_pages(pages))
+        self.store.write(0, entries_of(self._spec, keys), pages)
 
     def read(self, keys: Sequence[pk.PageKey], out: Array) -> None:
         """Find the rows and read them."""
-        self.store.read(find_rows(self.store, keys), as_pages(out))
+        self.store.read(self.store.find_rows(keys), out)
 
     def close(self) -> None:
         """Close the store."""

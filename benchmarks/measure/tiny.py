@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 import pagedkv as pk
 from measure.compare import Bench, Target, Timed, microseconds_a_page
-from measure.pages import Keys, as_pages, find_rows, seconds_of
+from measure.pages import Keys, seconds_of
 
 Array = npt.NDArray[Any]
 
@@ -117,11 +117,11 @@ class _Tiny:
             for at in range(0, len(order), batch)
         ]
         out = np.zeros((batch, *TINY.page_shape), np.float32)
-        to = [as_pages(out[: len(keys)]) for keys in calls]
+        to = [out[: len(keys)] for keys in calls]
 
         def work() -> None:
             for keys, pages in zip(calls, to, strict=True):
-                store.read(find_rows(store, keys), pages)
+                store.read(store.find_rows(keys), pages)
 
         def timed() -> float:
             seconds = seconds_of(work)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 import pagedkv as pk
 from measure.compare import Bench, Target, gigabytes_a_second
-from measure.pages import Keys, as_pages, entries_of, random_pages, seconds_of, spec_of
+from measure.pages import Keys, entries_of, random_pages, seconds_of, spec_of
 from measure.plain_file import write_durably
 
 Array = npt.NDArray[Any]
@@ -41,7 +41,7 @@ def write_each(
     def timed() -> float:
         spec = store.specs[0]
         batches = [entries_of(spec, keys.take(len(pages))) for _ in range(num_batches)]
-        given = as_pages(pages)
+        given = pages
         return seconds_of(lambda: [store.write(0, entries, given) for entries in batches])
 
     return timed

@@ -269,9 +269,12 @@ class Reclaimer:
                 self._space.reserve(EVICTED_NBYTES)
             except StoreFullError:
                 continue
-            EvictionRing(path).add(keys, reason, time.time_ns())
-            growth = sum(files.file_sizes(path).values()) - before
-            self._space.release(EVICTED_NBYTES, written=growth)
+            growth = 0
+            try:
+                EvictionRing(path).add(keys, reason, time.time_ns())
+                growth = sum(files.file_sizes(path).values()) - before
+            finally:
+                self._space.release(EVICTED_NBYTES, written=growth)
 
     def _is_last(self, number: int, key: PageKey | None) -> bool:
         """Whether the own lane has no other copy of the page; those elsewhere may vanish."""

@@ -92,11 +92,18 @@ class RowWriter:
                 )
 
     def _write_nbytes(self, number: int, source: SegmentSource) -> int:
-        """How much writing these pages puts on the disk at most."""
+        """How much writing these pages puts on the disk at most, if nobody writes meanwhile."""
         group = self._contents.groups[self._lane, number]
-        num_segments = -(-len(source.keys) // group.geometry.rows)
-        growth_nbytes = group.arrays.growth_nbytes(group.next_segment + num_segments)
-        return group.geometry.write_nbytes(len(source.keys)) + growth_nbytes
+        stop = group.next_segment + self._num_segments(number, source)
+        return self._nbytes_up_to(number, source, stop)
+
+    def _nbytes_up_to(self, number: int, source: SegmentSource, stop: int) -> int:
+        """How much writing these pages as the last segments before ``stop`` takes at most."""
+        group = self._contents.groups[self._lane, number]
+        return group.geometry.write_nbytes(len(source.keys)) + group.arrays.growth_nbytes(stop)
+
+    def _num_segments(self, number: int, source: SegmentSource) -> int:
+        return -(-len(source.keys) // self._contents.rows_of(number))
 
     def _has_room(self, nbytes: int) -> bool:
         room, bound = self._space.room(), self._space.max_nbytes
@@ -107,18 +114,18 @@ class RowWriter:
     def _commit(self, number: int, source: SegmentSource) -> None:
         """Write pages into new segments of the own lane, and make them known."""
         group = self._contents.groups[self._lane, number]
-        nbytes = self._write_nbytes(number, source)
         with self._contents.lock:
             first = group.next_segment
-            group.next_segment += -(-len(source.keys) // group.geometry.rows)
+            stop = group.next_segment = first + self._num_segments(number, source)
             used_at = self._contents.tick()
+        nbytes = self._nbytes_up_to(number, source, stop)
         self._space.reserve(nbytes)
         with self._no_commits:
             self._num_commits += 1
         written = 0
         try:
             with files.translated(group.path, "write pages to"):
-                written += group.arrays.grow(group.next_segment)
+                written += group.arrays.grow(stop)
                 made = group.commit(first, source)
             with self._contents.lock:
                 for segment, segment_map in made:
@@ -127,7 +134,9 @@ class RowWriter:
                     self._contents.publish(place, segment, segment_map)
                     written += group.nbytes_of(segment_map)
         finally:
-            self._space.release(nbytes, written=written)
-            with self._no_commits:
-                self._num_commits -= 1
-                self._no_commits.notify_all()
+            try:
+                self._space.release(nbytes, written=written)
+            finally:
+                with self._no_commits:
+                    self._num_commits -= 1
+                    self._no_commits.notify_all()

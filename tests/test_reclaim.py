@@ -345,6 +345,26 @@ class TestBound:
         assert store.nbytes <= BOUND
         found(store)
 
+    def test_a_write_pays_only_for_its_own_segments(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another thread's segment may need longer arrays; it has reserved the bytes for them."""
+        with open_bounded(path) as store:
+            group, reserve = store._contents.groups[0, 0], store._space.reserve
+            capacity = group.arrays._capacity
+
+            def reserve_beside_another(nbytes: int) -> None:
+                if group.next_segment == group.arrays._capacity:
+                    group.next_segment += 1  # the other has its number, and no longer arrays yet
+                reserve(nbytes)
+
+            monkeypatch.setattr(store._space, "reserve", reserve_beside_another)
+            for first in range(0, 40 * PER_SEGMENT, PER_SEGMENT):
+                write(store, range(first, first + PER_SEGMENT))
+            store._space.check_invariants()
+            assert group.arrays._capacity * PER_SEGMENT >= 100 > capacity  # more digits
+            found(store)
+
     def test_two_large_writes_at_once_both_find_room(
         self, store: PageStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -71,7 +71,7 @@ def crc_block_copy(crc: Any, source: Any, target: Any, streams: Any, ahead: Any)
     Args:
         crc: State before.
         source: Address of the bytes.
-        target: Where they go; a multiple of 32 if ``streams``.
+        target: Where they go; a multiple of 16 if ``streams``.
         streams: Write past the caches.
         ahead: Bytes from ``source`` to the next block, which is asked for.
     """

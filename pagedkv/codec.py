@@ -10,13 +10,14 @@ from pagedkv.int8 import Int8, Scales, check_finite
 from pagedkv.lossless import Lossless
 from pagedkv.memory import PageMemory
 from pagedkv.raw import Raw
-from pagedkv.records import Bytes, Crcs
+from pagedkv.records import Bytes, Crcs, FiledRecords
 from pagedkv.spec import KVSpec
 
 __all__ = [
     "Bytes",
     "Codec",
     "Crcs",
+    "FiledRecords",
     "FixedCodec",
     "Int8",
     "Lossless",
@@ -108,6 +109,29 @@ class FixedCodec(Codec, Protocol):
             good: Set to False where a payload's CRC is not both what ``crcs`` and what the record
                 says, or where the record is not all in ``stored``. The page in memory is then
                 undefined.
+        """
+
+    def read(
+        self,
+        spec: KVSpec,
+        source: FiledRecords,
+        pages: PageMemory,
+        crcs: Crcs,
+        good: npt.NDArray[np.bool_],
+        was_read: npt.NDArray[np.bool_],
+    ) -> int:
+        """Read consecutive layers of many pages from files, check and decode them, with kernels.
+
+        Args:
+            spec: Geometry of the pages.
+            source: Where the first of these layers is, for each page.
+            pages: Where it goes.
+            crcs: As for ``unpack``; as many layers are read as it has.
+            good: The same; undefined for pages that were not read.
+            was_read: Set to True where all of a page was read.
+
+        Returns:
+            Reads that would have had to wait for a disk, or that the system refused.
         """
 
 

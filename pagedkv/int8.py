@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pagedkv import portable, records
 from pagedkv.memory import PageMemory
-from pagedkv.records import INTEGERS, Bytes, Crcs
+from pagedkv.records import INTEGERS, Bytes, Crcs, FiledRecords
 from pagedkv.spec import KVSpec
 
 Scales = Literal["channel", "token"]
@@ -140,6 +140,29 @@ class Int8:
             crcs,
             good,
         )
+
+    def read(
+        self,
+        spec: KVSpec,
+        source: FiledRecords,
+        pages: PageMemory,
+        crcs: Crcs,
+        good: npt.NDArray[np.bool_],
+        was_read: npt.NDArray[np.bool_],
+    ) -> int:
+        """Read records and dequantise them into the pages."""
+        dtype = _KERNEL_DTYPES[spec.dtype]
+        kernels = records.checked_reads(crcs, source, pages, good, was_read)
+        misses: int = kernels.read_int8(
+            *source,
+            pages.addresses,
+            pages.layer_stride,
+            (spec.num_kinds, pages.kind_stride, *spec.layer_shape[1:], self._by_channel, dtype),
+            crcs,
+            good,
+            was_read,
+        )
+        return misses
 
     def zarr_codec(self, spec: KVSpec) -> dict[str, Any]:
         """``pagedkv.int8``, which ``pagedkv.zarr_plugin`` gives to zarr-python."""

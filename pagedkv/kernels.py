@@ -115,7 +115,7 @@ def unpack_raw(
             good[page] = False
             continue
         source = np.int64(records.ctypes.data) + offsets[page]
-        streams = long and (pages[page] | layer_stride | kind_stride) % 32 == 0
+        streams = long and (pages[page] | layer_stride | kind_stride) % 16 == 0
         for layer in range(crcs.shape[1]):
             crc = START
             stored = load_half_word(source + payload_nbytes)
@@ -242,7 +242,7 @@ def unpack_int8(
             good[page] = False
             continue
         source = np.int64(records.ctypes.data) + offsets[page]
-        streams = long and (pages[page] | layer_stride | kind_stride) % 32 == 0
+        streams = long and (pages[page] | layer_stride | kind_stride) % 16 == 0
         for layer in range(crcs.shape[1]):
             stored = load_half_word(source + payload_nbytes)
             if stored != crcs[page, layer] or crc32c(source, payload_nbytes) != stored:

@@ -97,6 +97,7 @@ class LaneGroup:
         self.segments: dict[int, Segment] = {}
         self.next_segment = 0
         self.is_complete = True
+        self._num_rows = segment_format.geometry.rows
         self._torn: set[int] = set()
         self._columns = derived_columns(self.geometry.page_tokens)
 
@@ -259,7 +260,7 @@ class LaneGroup:
 
     def locate(self, row: int) -> tuple[Segment, int] | None:
         """The segment of a row and its place in it; None if the row never held a page."""
-        number, place = divmod(row, self.geometry.rows)
+        number, place = divmod(row, self._num_rows)
         segment = self.segments.get(number)
         if segment is None or place >= len(segment.keys) or segment.keys[place] is None:
             return None

@@ -4,52 +4,66 @@ What lies in the page cache is read and decoded by the caller's own thread. What
 disk threads: several requests in flight, decoding beside reading, and a deadline.
 """
 
+import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import files
-from pagedkv.codec import Crcs
+from pagedkv import files, records
+from pagedkv.codec import Crcs, FiledRecords
 from pagedkv.disk_threads import DiskThreads, Job
 from pagedkv.files import Bytes
 from pagedkv.format import crc32c
 from pagedkv.lane import Segment
 from pagedkv.memory import Numbers, PageArrays, PageMemory
 from pagedkv.segment import PIECE_NBYTES, SMALL_NBYTES, Piece, SegmentFormat, transfer_buffer
-from pagedkv.segment_files import SegmentFiles
+from pagedkv.segment_files import OpenFile, SegmentFiles
 from pagedkv.segment_map import SegmentMap
 
 Array = npt.NDArray[Any]
 
 _MAX_TRIES = 4
 _STARTED_TOGETHER = 8
+_FIRST_SEGMENTS = 4
+"""How many are tried in the page cache before the first disk thread may start …"""
+_MORE_SEGMENTS = 32
+"""… and how many at once afterwards."""
 _BLOCK_NBYTES = 4096
 """Reads past the page cache begin and end at multiples of this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SegmentRead:
-    """Pages, or one layer of each, that are wanted from one segment.
-
-    Args:
-        form: The format of the segment's file.
-        segment: The segment.
-        segment_map: Where its pages are.
-        rows: Which of them, ascending.
-        numbers: For each its number among the caller's pages.
-        layer: Which layer; None for whole pages.
-    """
+class SegmentRead(NamedTuple):
+    """Pages, or one layer of each, that are wanted from one segment."""
 
     form: SegmentFormat
+    """The format of the segment's file."""
     segment: Segment
     segment_map: SegmentMap
+    """Where its pages are."""
     rows: Numbers
+    """Which of them, ascending."""
     numbers: Numbers
+    """For each its number among the caller's pages."""
     layer: int | None
+    """Which layer; None for whole pages."""
+
+
+class _One(threading.local):
+    """The arguments of a kernel that reads one page: to make them anew costs as much as half of it.
+
+    Each thread has its own.
+    """
+
+    def __init__(self) -> None:
+        self.fds, self.offsets, self.addresses = (np.zeros(1, np.int64) for _ in range(3))
+        self.good, self.was_read = (np.zeros(1, np.bool_) for _ in range(2))
+
+
+_mine = _One()
 
 
 class PageReader:
@@ -93,12 +107,12 @@ class PageReader:
         jobs: list[Job] = []
         num_started = 0
         try:
-            for one in wanted:
+            for one in self._left_by_kernels(wanted, pages, damaged):
                 for extent in one.form.plan(one.segment_map, one.rows, one.layer):
                     rest = extent
                     # Where so many were not in the page cache, the next one hardly is.
-                    if not self._direct and len(jobs) < _MAX_TRIES:
-                        rest = self._read_cached(one, extent, pages, damaged)
+                    if self._reads_pieces(one.form) and len(jobs) < _MAX_TRIES:
+                        rest = self._read_pieces(one, extent, pages, damaged)
                     if rest:
                         jobs.append(self._job(one, rest, pages, damaged))
                         if len(jobs) <= _MAX_TRIES or len(jobs) - num_started >= _STARTED_TOGETHER:
@@ -164,22 +178,29 @@ class PageReader:
                 at = start + first * chunk_nbytes
                 if files.pread_parts_now(fd, [out, trailer], at) < chunk_nbytes:
                     return None
-                return bool(int.from_bytes(trailer, "little") == crcs[row, first] == crc32c(out))
+                crc = crcs.item(row, first)
+                return bool(int.from_bytes(trailer, "little") == crc == crc32c(out))
             stored = transfer_buffer(chunk_nbytes)
             if files.pread_now(fd, stored, start + first * chunk_nbytes) < chunk_nbytes:
                 return None
             return form.decode_small(stored, int(crcs[row, first]), out)
+        one = _mine
+        one.addresses[0] = out.__array_interface__["data"][0]
+        memory = PageMemory(one.addresses, out.strides[0], out.strides[-4])
+        if self._reads_by_kernels(form):
+            one.fds[0], one.offsets[0], one.good[0], one.was_read[0] = fd, start, True, False
+            source = self._records(form, one.fds, one.offsets, 1)
+            form.read_now(source, layer, memory, crcs[row : row + 1], one.good, one.was_read)
+            return bool(one.good[0]) if one.was_read[0] else None
         at_once = max(1, PIECE_NBYTES // chunk_nbytes)
-        address = out.ctypes.data
-        layer_stride, kind_stride = out.strides[0], out.strides[-4]
         for begin in range(first, stop, at_once):
             end = min(begin + at_once, stop)
             stored = transfer_buffer((end - begin) * chunk_nbytes)
             if files.pread_now(fd, stored, start + begin * chunk_nbytes) < len(stored):
                 return None
-            place = np.array([address + (begin - first) * layer_stride])
-            memory = PageMemory(place, layer_stride, kind_stride)
-            if not form.decode_layers(stored, crcs[row : row + 1, begin:end], memory):
+            place = memory.addresses + (begin - first) * memory.layer_stride
+            part = memory._replace(addresses=place)
+            if not form.decode_layers(stored, crcs[row : row + 1, begin:end], part):
                 return False
         return True
 
@@ -192,10 +213,88 @@ class PageReader:
         self._files.close()
         self._threads.close()
 
-    def _read_cached(
+    def _reads_by_kernels(self, form: SegmentFormat) -> bool:
+        """Whether kernels read what is in the page cache."""
+        has_kernels = form.has_fixed_size and records.compiled_reads() is not None
+        return has_kernels and not self._direct and bool(files.preadv2_address())
+
+    def _reads_pieces(self, form: SegmentFormat) -> bool:
+        """Whether what is in the page cache is read piece by piece."""
+        return not self._direct and not self._reads_by_kernels(form)
+
+    def _records(
+        self, form: SegmentFormat, fds: Numbers, offsets: Numbers, max_misses: int
+    ) -> FiledRecords:
+        buffer = transfer_buffer(max(PIECE_NBYTES, form.chunk_nbytes) + _BLOCK_NBYTES)
+        function, flags = files.preadv2_address(), files.NOW_FLAGS
+        return FiledRecords(function, flags, fds, offsets, max_misses, buffer, form.chunk_nbytes)
+
+    def _left_by_kernels(
+        self, wanted: Iterable[SegmentRead], pages: PageArrays, damaged: set[int]
+    ) -> Iterator[SegmentRead]:
+        """Read what is in the page cache, as far as kernels can; what is left to be read."""
+        rest = iter(wanted)
+        batch = list(islice(rest, 1))
+        misses = 0
+        if batch and self._reads_by_kernels(batch[0].form):
+            batch += islice(rest, _FIRST_SEGMENTS - 1)
+            while batch and misses < _MAX_TRIES:
+                batch, missed = self._read_now(batch, pages, damaged, _MAX_TRIES - misses)
+                yield from batch
+                misses += missed
+                batch = list(islice(rest, _MORE_SEGMENTS))
+        yield from batch
+        yield from rest  # where so many were not in the page cache, the next one hardly is
+
+    def _read_now(
+        self, batch: list[SegmentRead], pages: PageArrays, damaged: set[int], max_misses: int
+    ) -> tuple[list[SegmentRead], int]:
+        """Let a kernel read from some segments; what is left, and how many reads failed."""
+        taken: list[OpenFile] = []
+        try:
+            batch = [one for one in batch if self._take(one, taken, damaged)]
+            if not batch:
+                return [], 0
+            form = batch[0].form
+            rows = np.concatenate([one.rows for one in batch])
+            numbers = np.concatenate([one.numbers for one in batch])
+            counts = [len(one.rows) for one in batch]
+            fds = np.repeat(np.array([file.fd for file in taken], np.int64), counts)
+            source = self._records(form, fds, rows * form.page_nbytes, max_misses)
+            crcs = np.concatenate([one.segment_map.crcs.take(one.rows, 0) for one in batch])
+            good = np.concatenate([one.segment_map.holds.take(one.rows) for one in batch])
+            was_read = np.zeros(len(rows), np.bool_)
+            memory = pages.memory.part(numbers)
+            missed = form.read_now(source, batch[0].layer, memory, crcs, good, was_read)
+        finally:
+            for file in taken:
+                self._files.give_back(file)
+        damaged.update(numbers[was_read & ~good].tolist())
+        if was_read.all():
+            return [], missed
+        parts = np.split(~was_read, np.cumsum(counts)[:-1])
+        left = [
+            one._replace(rows=one.rows[part], numbers=one.numbers[part])
+            for one, part in zip(batch, parts, strict=True)
+            if part.any()
+        ]
+        return left, missed
+
+    def _take(self, one: SegmentRead, taken: list[OpenFile], damaged: set[int]) -> bool:
+        """Take the segment's file, if it is there; else its pages are lost."""
+        try:
+            taken.append(self._files.take(one.segment, one.segment.path))
+        except OSError as error:
+            if not files.is_vanished(error):
+                files.raise_translated(error, one.segment.path, "read")
+            damaged.update(one.numbers.tolist())
+            return False
+        return True
+
+    def _read_pieces(
         self, one: SegmentRead, extent: list[Piece], pages: PageArrays, damaged: set[int]
     ) -> list[Piece]:
-        """Read what is in the page cache; the pieces that are not."""
+        """Read what is in the page cache, a piece at a time; the pieces that are not."""
         with files.translated(one.segment.path, "read"):
             try:
                 with self._files.reading(one.segment, one.segment.path) as fd:

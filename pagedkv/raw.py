@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pagedkv import portable, records
 from pagedkv.memory import PageMemory
-from pagedkv.records import INTEGERS, Bytes, Crcs
+from pagedkv.records import INTEGERS, Bytes, Crcs, FiledRecords
 from pagedkv.spec import KVSpec
 
 
@@ -80,6 +80,28 @@ class Raw:
             crcs,
             good,
         )
+
+    def read(
+        self,
+        spec: KVSpec,
+        source: FiledRecords,
+        pages: PageMemory,
+        crcs: Crcs,
+        good: npt.NDArray[np.bool_],
+        was_read: npt.NDArray[np.bool_],
+    ) -> int:
+        """Read the records' numbers into the pages."""
+        kernels = records.checked_reads(crcs, source, pages, good, was_read)
+        misses: int = kernels.read_raw(
+            *source,
+            pages.addresses,
+            pages.layer_stride,
+            (spec.num_kinds, pages.kind_stride, (source.chunk_nbytes - 4) // spec.num_kinds),
+            crcs,
+            good,
+            was_read,
+        )
+        return misses
 
     def zarr_codec(self, spec: KVSpec) -> dict[str, Any]:
         """Zarr's own ``bytes`` codec."""

@@ -5,7 +5,7 @@ A *record* is one page: for each layer a payload and the payload's CRC32C, littl
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,25 @@ INTEGERS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 """Integers by size: numpy copies them in blocks, but bfloat16 one by one."""
 
 
+class FiledRecords(NamedTuple):
+    """Records in files, or some layers of each, that a kernel is to read without waiting."""
+
+    function: int
+    """Address of C's ``preadv2``."""
+    flags: int
+    """How to call it."""
+    fds: npt.NDArray[np.int64]
+    """Descriptor of each record's file."""
+    offsets: npt.NDArray[np.int64]
+    """Where in the file the first wanted layer is. Those of one file stand together."""
+    max_misses: int
+    """After so many reads that would have to wait, no more are tried."""
+    buffer: Bytes
+    """Memory for at least one layer with its checksum, and 4096 bytes more."""
+    chunk_nbytes: int
+    """Bytes of a layer with its checksum."""
+
+
 @functools.cache
 def compiled() -> ModuleType | None:
     """The compiled kernels, imported when first needed; None if this processor lacks something."""
@@ -30,6 +49,16 @@ def compiled() -> ModuleType | None:
     from pagedkv import kernels
 
     return kernels
+
+
+@functools.cache
+def compiled_reads() -> ModuleType | None:
+    """The compiled loops that read from files; None where there are no kernels."""
+    if compiled() is None:
+        return None
+    from pagedkv import read_kernels
+
+    return read_kernels
 
 
 def split(out: Bytes, crcs: Crcs, pages: PageMemory, layer_nbytes: int) -> Bytes:
@@ -50,3 +79,19 @@ def checked(
     assert crcs.shape == (len(pages.addresses), num_layers)
     assert len(offsets) == len(good) == len(crcs)
     return crcs if crcs.flags.carray else crcs.copy()
+
+
+def checked_reads(
+    crcs: Crcs,
+    source: FiledRecords,
+    pages: PageMemory,
+    good: npt.NDArray[np.bool_],
+    was_read: npt.NDArray[np.bool_],
+) -> ModuleType:
+    """The compiled loops, after a look at what they are told."""
+    kernels = compiled_reads()
+    assert kernels is not None
+    assert len(crcs) == len(pages.addresses) == len(good) == len(was_read)
+    assert len(crcs) == len(source.fds) == len(source.offsets)
+    assert crcs.flags.carray
+    return kernels

@@ -28,9 +28,6 @@ logger = logging.getLogger("pagedkv")
 
 Array = npt.NDArray[Any]
 
-_LARGE_NBYTES = 64 * 2**10
-_MAX_TRIES = 4
-
 
 class RowReader:
     """Finds the segments of rows and reads them. Thread-safe.
@@ -76,10 +73,8 @@ class RowReader:
             raise self._not_found(unpack_row(int(packed[0])))
         pages = self._checked_arrays(number, len(packed), layer, out, at)
         lost: list[int] = []
-        todo = self._read_large(number, packed, layer, pages, lost)
-        if len(todo):
-            wanted = self._wanted(number, packed, todo, layer, lost)
-            lost += self._reader.read(wanted, pages, deadline)
+        wanted = self._wanted(number, packed, layer, lost)
+        lost += self._reader.read(wanted, pages, deadline)
         pages.deliver()
         if lost:
             self._lose(packed, sorted(lost))
@@ -105,33 +100,6 @@ class RowReader:
         if not pages.is_writable:
             raise ValueError("an out array is read-only")
         return pages
-
-    def _read_large(
-        self,
-        number: int,
-        packed: PackedRows,
-        layer: int | None,
-        pages: PageArrays,
-        lost: list[int],
-    ) -> Numbers:
-        """Read large pages from the page cache one by one, which costs least.
-
-        Returns:
-            Positions of those that are left, because they are not large, or not in the page cache.
-        """
-        everything = np.arange(len(packed))
-        if layer is not None or self._contents.formats[number].page_nbytes < _LARGE_NBYTES:
-            return everything
-        left: list[int] = []
-        for position, row in enumerate(packed.tolist()):
-            is_good = self._read_cached(row, None, pages.page(position))
-            if is_good is None:
-                left.append(position)
-                if len(left) >= _MAX_TRIES:  # the next one hardly is in the page cache
-                    return np.concatenate([left, everything[position + 1 :]]).astype(np.int64)
-            elif not is_good:
-                lost.append(position)
-        return np.array(left, dtype=np.int64)
 
     def _read_one(
         self,
@@ -167,10 +135,12 @@ class RowReader:
             return None
         form = self._contents.formats[number]
         shape = form.page_shape if layer is None else form.layer_shape
-        flags = array.flags
-        if array.shape != shape or array.dtype != form.dtype or not flags.writeable:
+        if array.shape != shape or array.dtype != form.dtype:
             return None
-        if array.strides[-3:] != form.block_strides or not flags.aligned:
+        flags = array.flags
+        if not flags.carray and not (
+            flags.writeable and flags.aligned and array.strides[-3:] == form.block_strides
+        ):
             return None
         if not form.has_fixed_size or not 0 <= (layer or 0) < form.num_layers:
             return None
@@ -215,12 +185,11 @@ class RowReader:
         self,
         number: int,
         packed: PackedRows,
-        todo: Numbers,
         layer: int | None,
         lost: list[int],
     ) -> Iterator[SegmentRead]:
         """What to read from each segment; positions of pages that cannot be go to ``lost``."""
-        order = todo[np.argsort(packed[todo], kind="stable")]
+        order = np.argsort(packed, kind="stable")
         lanes = packed[order] >> ROW_BITS + GROUP_BITS
         rows = packed[order] & (1 << ROW_BITS) - 1
         segment_rows = self._contents.rows_of(number)

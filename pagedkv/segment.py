@@ -9,13 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.codec import Bytes, Codec, Crcs, FixedCodec, Lossless, Raw, check_finite
+from pagedkv.codec import (
+    Bytes,
+    Codec,
+    Crcs,
+    FiledRecords,
+    FixedCodec,
+    Lossless,
+    Raw,
+    check_finite,
+)
 from pagedkv.format import Geometry, LayerSizes, crc32c, segment_index
 from pagedkv.memory import Numbers, PageArrays, PageMemory, aligned
 from pagedkv.segment_map import SegmentMap, bounds_of
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
+Bools = npt.NDArray[np.bool_]
 
 PIECE_NBYTES = 256 * 2**10
 """About how much is read at once from the page cache: what was read is decoded while it is still
@@ -167,7 +177,7 @@ class SegmentFormat:
         pages: PageArrays,
         numbers: Numbers,
         layer: int | None,
-    ) -> npt.NDArray[np.bool_]:
+    ) -> Bools:
         """Verify and decode a piece.
 
         Args:
@@ -189,7 +199,7 @@ class SegmentFormat:
             places = slice(int(places[0]), int(places[0]) + 1)
             targets = slice(int(targets[0]), int(targets[0]) + 1)
         crcs = segment_map.crcs[places, first:stop]
-        good: npt.NDArray[np.bool_] = segment_map.holds[places].copy()
+        good: Bools = segment_map.holds[places].copy()
         if segment_map.bounds is not None:
             bounds = segment_map.bounds[places, first : stop + 1] - piece.offset
             for number, target in enumerate(numbers[piece.pages].tolist()):
@@ -202,6 +212,33 @@ class SegmentFormat:
             memory = memory._replace(addresses=memory.addresses + first * memory.layer_stride)
         self._fixed.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
         return good
+
+    def read_now(
+        self,
+        source: FiledRecords,
+        layer: int | None,
+        pages: PageMemory,
+        crcs: Crcs,
+        good: Bools,
+        was_read: Bools,
+    ) -> int:
+        """Read, verify and decode pages, or one layer of each, that lie in the page cache.
+
+        Args:
+            source: Where the pages begin.
+            layer: Which layer; None for whole pages.
+            pages: Where it goes.
+            crcs: What the checksums must be, ``(page, layer)``, of all layers.
+            good: Cleared for damaged pages.
+            was_read: Set for pages that were read.
+
+        Returns:
+            Reads that failed: ``source.max_misses`` if not all were tried.
+        """
+        if layer is not None:
+            crcs = np.ascontiguousarray(crcs[:, layer : layer + 1])
+            source = source._replace(offsets=source.offsets + layer * self.chunk_nbytes)
+        return self._fixed.read(self.spec, source, pages, crcs, good, was_read)
 
     def decode_small(self, stored: Bytes, crc: int, out: Array) -> bool:
         """Verify and decode one small chunk; for one that is not, ``decode_layers`` costs less.

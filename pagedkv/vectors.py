@@ -194,11 +194,11 @@ def copy_line(_: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stream_line(_: Any, target: Any, source: Any) -> Any:
-    """Copy 64 bytes past the caches; ``target`` is a multiple of 32. Ends with ``fence``."""
+    """Copy 64 bytes past the caches; ``target`` is a multiple of 16. Ends with ``fence``."""
 
     def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
         for store in _copy_line(builder, *args):
-            store.align = 32
+            store.align = 16
             _mark_streaming(builder, store)
         return context.get_dummy_value()
 
@@ -297,12 +297,19 @@ def store(_: Any, address: Any, value: Any, dtype: Any) -> Any:
 
 @intrinsic
 def stream(_: Any, address: Any, value: Any, dtype: Any) -> Any:
-    """The same past the caches; ``address`` is a multiple of 32. Ends with ``fence``."""
+    """The same past the caches; ``address`` is a multiple of 16. Ends with ``fence``."""
 
     def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
+        element, size = _NUMBERS[dtype.dtype]
         numbers = _narrow(builder, args[1], dtype.dtype)
-        pointer = _pointer(builder, args[0], numbers.type)
-        _mark_streaming(builder, builder.store(numbers, pointer, align=32))
+        per_part = 16 // size
+        pointer = _pointer(builder, args[0], ir.VectorType(element, per_part))
+        for part in range(LANES // per_part):
+            lanes = [ir.Constant(_I32, part * per_part + lane) for lane in range(per_part)]
+            mask = ir.Constant(ir.VectorType(_I32, per_part), lanes)
+            place = builder.gep(pointer, [ir.Constant(_I64, part)])
+            value = builder.shuffle_vector(numbers, numbers, mask)
+            _mark_streaming(builder, builder.store(value, place, align=16))
         return context.get_dummy_value()
 
     return types.void(types.int64, floats, dtype), codegen
@@ -475,10 +482,10 @@ def _store_items(builder: Any, address: Any, numbers: Any, count: Any, size: int
 
 
 def _copy_line(builder: Any, target: Any, source: Any) -> list[Any]:
-    """Copy 64 bytes; return the two stores."""
-    half = ir.VectorType(_I64, 4)
-    pointers = [_pointer(builder, address, half) for address in (target, source)]
-    places = [[builder.gep(p, [ir.Constant(_I64, i)]) for i in range(2)] for p in pointers]
+    """Copy 64 bytes; return the stores."""
+    part = ir.VectorType(_I64, 2)
+    pointers = [_pointer(builder, address, part) for address in (target, source)]
+    places = [[builder.gep(p, [ir.Constant(_I64, i)]) for i in range(4)] for p in pointers]
     values = [builder.load(place, align=1) for place in places[1]]
     return [builder.store(v, place, align=1) for v, place in zip(values, places[0], strict=True)]
 

@@ -202,6 +202,7 @@ class FaultySystem:
                 real = _not_waiting
             if real is not None:
                 self._patch.setattr(os, name, self._stand_in(name, real))
+        self._patch.setattr(files, "preadv2_address", lambda: 0)  # it would not be seen
         self._patch.setattr(fcntl, "flock", self._stand_in("flock", fcntl.flock))
         # The descriptor stays whoever's it was: only the reading of whole files goes through this.
         self._patch.setattr(files, "open", self._open_file, raising=False)

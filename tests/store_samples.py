@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
+from pagedkv import files
 from pagedkv.evictions import EVICTED_NBYTES
 from pagedkv.format import EVICTED, PageEntry
 from pagedkv.memory import PageArrays
@@ -120,3 +122,9 @@ def run_python(code: str, *arguments: object) -> str:
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return output
+
+
+def serve_nothing_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every read wait for a disk, as if nothing were in the page cache."""
+    monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+    monkeypatch.setattr(files, "preadv2_address", lambda: 0)

@@ -14,6 +14,7 @@ from store_samples import (
     make_smooth_pages,
     make_spec,
     same_bits,
+    serve_nothing_now,
 )
 
 from pagedkv import disk_threads, files
@@ -97,7 +98,7 @@ def sample(request: pytest.FixtureRequest, tmp_path: Path) -> Sample:
 @pytest.fixture(params=["cached", "cold", "direct"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageReader]:
     if request.param == "cold":
-        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        serve_nothing_now(monkeypatch)
     before = len(os.listdir("/proc/self/fd"))
     reader = PageReader(num_threads=2, direct=request.param == "direct")
     yield reader
@@ -117,7 +118,7 @@ class Hanging:
             self.answers.wait()
             return really_read(fd, out, offset)
 
-        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        serve_nothing_now(monkeypatch)
         monkeypatch.setattr(files, "pread_into", pread_into)
 
 
@@ -166,7 +167,7 @@ def test_a_large_page_is_read_twice_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_nbytes: int
 ) -> None:
     sample = Sample(tmp_path, Raw())
-    monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+    serve_nothing_now(monkeypatch)
     monkeypatch.setattr(segment_module, "PIECE_NBYTES", piece_nbytes)
     monkeypatch.setattr(segment_module, "EXTENT_NBYTES", 1200)
     reader = PageReader(num_threads=2, direct=False)
@@ -247,7 +248,7 @@ def test_a_broken_disk_is_an_error_that_names_the_file(
     def fail(*_: Any, **__: Any) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+    serve_nothing_now(monkeypatch)
     reader = PageReader(num_threads=2, direct=False)
     with monkeypatch.context() as patch:
         patch.setattr(files, name, fail)
@@ -317,7 +318,7 @@ def test_an_error_on_the_way_calls_off_what_is_queued(sample: Sample, hanging: H
 def test_after_closing_only_what_is_cached_might_be_read(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+    serve_nothing_now(monkeypatch)
     reader = PageReader(num_threads=1, direct=True)
     sample.read(reader, [[0], []])
     reader.close()

@@ -13,9 +13,9 @@ from store_samples import (
     make_pages,
     make_spec,
     same_bits,
+    serve_nothing_now,
 )
 
-from pagedkv import files
 from pagedkv import format as fmt
 from pagedkv.errors import CorruptPageError, PageNotFoundError
 from pagedkv.format import PackedRows, StoreRow, pack_row
@@ -69,7 +69,7 @@ def sample(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Sample]:
     if request.param == "cold":
-        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        serve_nothing_now(monkeypatch)
     sample = Sample(tmp_path / "cache.zarr", [SPEC, WINDOWED])
     yield sample
     sample.store.check_invariants()

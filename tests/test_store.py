@@ -31,6 +31,7 @@ from store_samples import (
     make_spec,
     run_python,
     same_bits,
+    serve_nothing_now,
 )
 
 from pagedkv import contents, files
@@ -1002,7 +1003,7 @@ class TestClosing:
     def test_a_store_that_is_dropped_leaves_no_file_and_no_thread(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        serve_nothing_now(monkeypatch)
         descriptors = len(os.listdir("/proc/self/fd"))
         threads = threading.active_count()
         store = PageStore.open(path, SPEC)
@@ -1018,7 +1019,7 @@ class TestClosing:
     def test_a_closed_store_leaves_no_file_and_no_thread(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(files, "pread_now", lambda fd, out, offset: 0)
+        serve_nothing_now(monkeypatch)
         descriptors = len(os.listdir("/proc/self/fd"))
         threads = set(threading.enumerate())
         with PageStore.open(path, SPEC) as store:

@@ -19,7 +19,7 @@ from store_samples import (
     same_bits,
 )
 
-from pagedkv import Int8, metadata, root
+from pagedkv import Int8, files, metadata, root
 from pagedkv import format as fmt
 from pagedkv.errors import CorruptPageError, StoreError
 from pagedkv.format import StoreRow
@@ -181,6 +181,7 @@ class TestReading:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         with PageStore.open(path) as store:
+            monkeypatch.setattr(files, "preadv2_address", lambda: 0)
             monkeypatch.setattr(os, "preadv", broken)
             with pytest.raises(StoreError, match=f"cannot read .*{SEGMENTS[0].name}.*Input/output"):
                 store.read([StoreRow(0, 0, 0)], empty_like(PAGES[:1]))

@@ -1,0 +1,45 @@
+"""The system's ``preadv2``, as a function for kernels: a batch of reads without the GIL."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
+
+
+@intrinsic
+def preadv2(
+    _: Any, function: Any, fd: Any, target: Any, nbytes: Any, offset: Any, flags: Any
+) -> Any:
+    """Read from a file into memory; the bytes read, negative if the system could not.
+
+    Args:
+        function: Address of C's ``preadv2``, or of a function like it.
+        fd: Descriptor of the file, int64.
+        target: Address of the memory, int64.
+        nbytes: How many bytes, int64.
+        offset: Where in the file, int64.
+        flags: ``RWF_…``, int64.
+    """
+
+    def codegen(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        function, fd, target, nbytes, offset, flags = args
+        vector = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))  # a struct iovec
+        for number, value in enumerate((target, nbytes)):
+            place = builder.gep(vector, [ir.Constant(_I32, 0), ir.Constant(_I32, number)])
+            builder.store(value, place)
+        kind = ir.FunctionType(_I64, [_I32, _I8.as_pointer(), _I32, _I64, _I32])
+        arguments = [
+            builder.trunc(fd, _I32),
+            builder.bitcast(vector, _I8.as_pointer()),
+            ir.Constant(_I32, 1),
+            offset,
+            builder.trunc(flags, _I32),
+        ]
+        return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+
+    int64 = types.int64
+    return int64(int64, int64, int64, int64, int64, int64), codegen

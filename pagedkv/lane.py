@@ -5,6 +5,7 @@ A lane has one writer process at a time. What it commits, every process can read
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,10 @@ logger = logging.getLogger("pagedkv")
 
 _SYNCED_TOGETHER = 4
 """Segments that are written before the first of them is synced."""
+_COLUMNS_TOGETHER = 32
+"""So many segments may lack their derived columns: files that the next commit must not wait for."""
+_COLUMNS_NBYTES = 4 * 2**20
+"""Of catalogue chunks that are kept in memory to make the columns from."""
 _YOUNG_NS = 50 * 10**6
 """A folder changed so lately may change again without showing it."""
 
@@ -100,6 +105,8 @@ class LaneGroup:
         self._num_rows = segment_format.geometry.rows
         self._torn: set[int] = set()
         self._columns = derived_columns(self.geometry.page_tokens)
+        self._columns_lock = threading.Lock()  # while they are written, and segments removed
+        self._lacking: dict[int, tuple[Bytes, int]] = {}  # catalogue chunk, and rows in use
 
     @property
     def geometry(self) -> Geometry:
@@ -175,15 +182,24 @@ class LaneGroup:
     def remove(self, number: int) -> int:
         """Remove a segment's files, the catalogue chunk first; the bytes that were freed.
 
+        Columns that were not written yet count as if they had been.
+
         Raises:
             OSError: The system could not remove them.
         """
         paths = [self.chunk_path(array, number) for array in (CATALOG, KV)]
         paths += [self.chunk_path(column.name, number) for column in self._columns]
-        freed = 0
-        for path in paths:
-            freed += files.remove(path)
+        with self._columns_lock:
+            lacks_columns = self._lacking.pop(number, None) is not None
+            freed = self.geometry.derived_nbytes if lacks_columns else 0
+            for path in paths:
+                freed += files.remove(path)
         return freed
+
+    def write_columns(self) -> None:
+        """Write the derived columns of the segments that lack them so far."""
+        with self._columns_lock:
+            self._complete_lacking()
 
     def parents_of(self, number: int) -> tuple[bytes, npt.NDArray[np.bool_]]:
         """The parents' keys of a segment's rows, 32 bytes each, and which rows have one.
@@ -249,8 +265,13 @@ class LaneGroup:
                     with contextlib.suppress(OSError):
                         files.remove(path)
             raise
-        for segment, _, chunk in made:
-            self._write_columns(segment.number, chunk, np.arange(rows) < len(segment.keys))
+        with self._columns_lock:
+            self._lacking.update(
+                (segment.number, (chunk, len(segment.keys))) for segment, _, chunk in made
+            )
+            nbytes = sum(len(chunk) for chunk, _ in self._lacking.values())
+            if len(self._lacking) >= _COLUMNS_TOGETHER or nbytes >= _COLUMNS_NBYTES:
+                self._complete_lacking()
         return [(segment, segment_map) for segment, segment_map, _ in made]
 
     @property
@@ -326,6 +347,11 @@ class LaneGroup:
             for row, held in enumerate(segment_map.holds.tolist())
         )
         return Segment(number, self.chunk_path(KV, number), keys), segment_map
+
+    def _complete_lacking(self) -> None:
+        for number, (chunk, num_keys) in self._lacking.items():
+            self._write_columns(number, chunk, np.arange(self.geometry.rows) < num_keys)
+        self._lacking.clear()
 
     def _write_columns(self, number: int, chunk: Bytes, holds: npt.NDArray[np.bool_]) -> None:
         """Write the derived columns of a segment: a convenience, so failing is only logged."""

@@ -176,7 +176,10 @@ class PageStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk: segments, catalogues and derived columns of all lanes, and scratch."""
+        """Bytes on disk: segments, catalogues and derived columns of all lanes, and scratch.
+
+        Columns that are still to be written are counted as if they were there.
+        """
         return self._space.nbytes
 
     @property
@@ -487,6 +490,7 @@ class PageStore:
                 try:
                     for (lane, _), group in list(self._contents.groups.items()):
                         if lane == self.lane_lock.lane:
+                            group.write_columns()
                             group.arrays.trim(group.next_segment)
                     self._space.close()
                 finally:

@@ -152,7 +152,7 @@ class _Walk:
 
         Somebody may have been changing it: its pages may have been evicted meanwhile.
         """
-        check = self._read(place)
+        check = self._read(place, locked)
         for _ in range(_RECHECKS):
             if locked or not check.findings:
                 break
@@ -160,15 +160,16 @@ class _Walk:
                 time.sleep(_RECHECK_SECONDS)
             if not files.exists(place.catalog):
                 return None
-            before, check = check, self._read(place)
+            before, check = check, self._read(place, locked)
             if before.findings == check.findings and not is_in_use(place.path.parent):
                 break
         return check
 
-    def _read(self, place: SegmentPlace) -> SegmentCheck:
+    def _read(self, place: SegmentPlace, locked: bool) -> SegmentCheck:
         check = check_segment(place)
         self._count(check.nbytes)
-        return check
+        is_written = check.findings and not locked and is_in_use(place.path.parent)
+        return check.without_due() if is_written else check
 
     def _stable(self, check: Callable[[], list[Finding]], lane: int, locked: bool) -> list[Finding]:
         """What a check finds; it is repeated as in ``_segment``."""

@@ -273,6 +273,36 @@ class TestOrder:
             assert same_bits(read(store), before)
 
 
+def columns(path: Path) -> list[str]:
+    """Chunks of the derived columns, as ``lane-*/group-*/…``."""
+    names = ("key", "parent", "tokens", "num_tokens")
+    return sorted(
+        str(p.relative_to(path)) for n in names for p in path.glob(f"lane-*/group-*/{n}/c.*")
+    )
+
+
+class TestColumns:
+    """The derived columns follow a commit later, those of many segments at once."""
+
+    def test_they_are_made_for_many_segments_at_once_and_on_closing(self, path: Path) -> None:
+        with open_bounded(path) as store:
+            write_segments(store, 0, 31 * PER_SEGMENT)
+            assert columns(path) == []
+            write_segments(store, 31 * PER_SEGMENT, 33 * PER_SEGMENT)
+            assert len(columns(path)) == 4 * 32
+        assert len(columns(path)) == 4 * 33
+
+    def test_a_segment_that_leaves_before_leaves_nothing_behind(self, path: Path) -> None:
+        with open_bounded(path) as store:
+            write_segments(store, 0, 8 * PER_SEGMENT)
+            give_up(store, 0.5)
+            num_segments = len(list(store._contents.segments()))
+            assert num_segments < 8
+            store._contents.groups[0, 0].write_columns()
+            assert store.nbytes == files.tree_nbytes(path)
+        assert len(columns(path)) == 4 * num_segments
+
+
 class TestBound:
     def test_the_bound_holds_and_the_newest_stay(self, store: PageStore, path: Path) -> None:
         for first in range(0, NUM_PAGES, 8):

@@ -372,6 +372,7 @@ class TestLossless:
         with PageStore.open(path, SPEC, codec="lossless") as store:
             before = store.nbytes - files.tree_nbytes(path)
             store.write(0, ENTRIES, make_smooth_pages(SPEC, 10))
+            store._contents.groups[0, 0].write_columns()
             assert store.nbytes - files.tree_nbytes(path) == before
 
     def test_a_bounded_store_does_not_fill_up_for_good(
@@ -807,6 +808,7 @@ class TestBound:
         with PageStore.open(path, SPEC, max_nbytes="1MiB") as store:
             store.write(0, ENTRIES[:3], PAGES[:3])
             store.write(0, ENTRIES[3:], PAGES[3:])
+            store._contents.groups[0, 0].write_columns()
             assert store.nbytes == files.tree_nbytes(path)
             assert store.nbytes > chunk_nbytes(path) > 10 * SPEC.page_nbytes
         for mode in ("r", "a"):

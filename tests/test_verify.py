@@ -350,6 +350,34 @@ def test_what_is_derived_is_rebuilt_and_costs_no_page(path: Path, name: str) -> 
     assert served(path) == without()
 
 
+def columns_of(path: Path, number: int) -> list[Path]:
+    names = ("key", "parent", "tokens", "num_tokens")
+    return [p for name in names for p in (path / GROUP / name).glob(f"c.{number}*")]
+
+
+def test_columns_that_a_writer_has_not_made_yet_are_no_damage(path: Path) -> None:
+    with PageStore.open(path) as store:
+        (row,) = store.write(0, make_entries(SPEC, 1, 500), PAGES[:1])
+        number = row.row // GEOMETRY.rows
+        assert columns_of(path, number) == []
+        assert verify_store(path).findings == ()
+    assert len(columns_of(path, number)) == 4
+    assert verify_store(path).findings == ()
+
+
+def test_columns_that_no_writer_will_make_are_one_finding_that_costs_nothing(path: Path) -> None:
+    columns = columns_of(path, 1)
+    before = {column: column.read_bytes() for column in columns}
+    for column in columns:
+        column.unlink()
+    (finding,) = verify_store(path).findings
+    assert (finding.damage, finding.cost) == (Damage.COLUMN, Cost.NOTHING)
+    assert finding.segment == 1
+    assert verify_store(path, repair=True).is_clean
+    assert {column: column.read_bytes() for column in columns} == before
+    assert verify_store(path).findings == ()
+
+
 def test_without_any_header_the_store_is_reported_as_closed(path: Path) -> None:
     for file in (path / "zarr.json", path / LANE / "zarr.json"):
         truncate(file, 50)

@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _NOWAIT = NOW_FLAGS = getattr(os, "RWF_NOWAIT", 0)
 _NOT_NOW = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_SYNC_FILE_RANGE_WRITE = 2
 _CANNOT_BE_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 """How file systems and systems say that they do not know ``O_TMPFILE``."""
 _VANISHED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESPIPE)
@@ -222,6 +223,27 @@ def write_all(fd: int, data: "Bytes | bytes") -> None:
     rest = _memory(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
+
+
+def start_sync(fd: int) -> None:
+    """Let the system begin to write what was appended, if it can; nothing waits, nothing is synced.
+
+    The disk is at work then while the rest is made.
+    """
+    function = _sync_file_range()
+    if function is not None:
+        function(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> "Callable[[int, int, int, int], int] | None":
+    """C's function of that name, where there is one that takes 64-bit numbers."""
+    if sys.platform != "linux" or ctypes.sizeof(ctypes.c_long) < 8:
+        return None
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_uint]
+    return function
 
 
 @contextlib.contextmanager

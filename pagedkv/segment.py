@@ -281,6 +281,7 @@ class SegmentFormat:
                     check_finite(pages.page(number), "a page", place)
                 raise
             files.write_all(fd, buffer[: len(part) * size])
+            files.start_sync(fd)
 
     def _write_variable(
         self, fd: int, pages: PageArrays, first: int, crcs: Crcs, sizes: LayerSizes
@@ -292,6 +293,7 @@ class SegmentFormat:
                 crcs[row, layer], sizes[row, layer] = crc32c(payload), len(payload)
                 parts += [payload, crcs[row, layer].astype("<u4").reshape(1).view(np.uint8)]
             files.write_all(fd, np.concatenate(parts))
+            files.start_sync(fd)
 
     def _decode_variable(
         self, stored: Bytes, bounds: Numbers, crcs: "npt.NDArray[np.uint32]", layers: Array

@@ -11,11 +11,11 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.kernel_cache import kernel
 from pagedkv.vectors import (
     copy_line,
     crc_byte,
     crc_word,
-    kernel,
     load_byte,
     load_word,
     prefetch,

@@ -153,7 +153,7 @@ class Int8:
         """Read records and dequantise them into the pages."""
         dtype = _KERNEL_DTYPES[spec.dtype]
         kernels = records.checked_reads(crcs, source, pages, good, was_read)
-        misses: int = kernels.read_int8(
+        misses: int = kernels.read_records(
             *source,
             pages.addresses,
             pages.layer_stride,

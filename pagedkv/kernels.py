@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.checksum import BLOCK_NBYTES, START, crc32c, crc_block_copy, crc_rest
+from pagedkv.kernel_cache import kernel
 from pagedkv.quantise import (
     dequantise_by_channel,
     dequantise_by_token,
@@ -27,7 +28,6 @@ from pagedkv.vectors import (
     copy_line,
     fence,
     item_nbytes,
-    kernel,
     load_half_word,
     prefetch,
     store_half_word,

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.kernel_cache import kernel
 from pagedkv.vectors import (
     LANES,
     item_nbytes,
-    kernel,
     larger,
     largest_bits,
     load,

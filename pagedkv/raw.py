@@ -92,7 +92,7 @@ class Raw:
     ) -> int:
         """Read the records' numbers into the pages."""
         kernels = records.checked_reads(crcs, source, pages, good, was_read)
-        misses: int = kernels.read_raw(
+        misses: int = kernels.read_records(
             *source,
             pages.addresses,
             pages.layer_stride,

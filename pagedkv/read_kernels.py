@@ -7,15 +7,18 @@ They serve what lies in the system's page cache: no read waits for a disk. Like 
 from typing import Any
 
 import numpy as np
+from numba.extending import overload
 
+from pagedkv.kernel_cache import kernel
 from pagedkv.kernels import unpack_int8, unpack_raw
 from pagedkv.system_calls import preadv2
-from pagedkv.vectors import kernel
 
 _GAP_NBYTES = 16 * 2**10
 """Unwanted bytes between two records that are read along rather than reading twice."""
 _PAGE_NBYTES = 4096
 """Of the system's memory."""
+_NUM_RAW_ARGUMENTS = 3
+"""What ``unpack_raw`` takes between the strides and the checksums."""
 
 
 @kernel
@@ -30,80 +33,110 @@ def _end_of_run(fds: Any, offsets: Any, nbytes: Any, capacity: Any, begin: Any) 
     return end
 
 
-def _reading(unpack: Any) -> Any:
-    """The loop that reads from files and gives what it read to ``unpack``."""
+@kernel
+def read_records(
+    function: Any,
+    flags: Any,
+    fds: Any,
+    offsets: Any,
+    max_misses: Any,
+    buffer: Any,
+    chunk_nbytes: Any,
+    pages: Any,
+    layer_stride: Any,
+    others: Any,
+    crcs: Any,
+    good: Any,
+    was_read: Any,
+) -> Any:
+    """Read records into pages, as ``unpack_raw`` or ``unpack_int8`` does from memory.
 
-    @kernel
-    def read(
-        function: Any,
-        flags: Any,
-        fds: Any,
+    Args:
+        function: Address of C's ``preadv2``.
+        flags: How to call it.
+        fds: Descriptor of each page's file, int64.
+        offsets: Where in the file the first wanted layer of each page is, int64. Pages of one file
+            stand together; those that are neighbours in it are read at once if they are here.
+        max_misses: After so many reads that the system could not serve, no more are tried.
+        buffer: Memory for at least one layer with its checksum, and 4096 bytes more, uint8.
+        chunk_nbytes: Bytes of a layer with its checksum.
+        pages: As in ``unpack_raw``.
+        layer_stride: The same.
+        others: What ``unpack_raw`` or ``unpack_int8`` takes between ``layer_stride`` and ``crcs``;
+            their number says which of the two is meant.
+        crcs: As in ``unpack_raw``.
+        good: The same; says nothing of pages that were not read.
+        was_read: Flag of each page, bool, set if all of it was.
+
+    Returns:
+        Reads that the system could not serve.
+    """
+    num_layers = crcs.shape[1]
+    capacity = len(buffer) - _PAGE_NBYTES
+    at_once = max(1, min(num_layers, capacity // chunk_nbytes))
+    begin, misses = 0, 0
+    while begin < len(fds) and misses < max_misses:
+        end = _end_of_run(fds, offsets, num_layers * chunk_nbytes, capacity, begin)
+        is_whole = True
+        for first in range(0, num_layers, at_once):
+            stop = min(first + at_once, num_layers)
+            start = offsets[begin] + first * chunk_nbytes
+            nbytes = offsets[end - 1] - offsets[begin] + (stop - first) * chunk_nbytes
+            # The system and what comes after copy faster between places that are alike in this.
+            shift = start % _PAGE_NBYTES
+            target = np.int64(buffer.ctypes.data) + shift
+            if preadv2(function, fds[begin], target, nbytes, start, flags) != nbytes:
+                is_whole = False
+                break
+            _unpack(
+                buffer[: shift + nbytes],
+                offsets[begin:end] - offsets[begin] + shift,
+                pages[begin:end] + first * layer_stride,
+                layer_stride,
+                others,
+                crcs[begin:end, first:stop],
+                good[begin:end],
+            )
+        was_read[begin:end] = is_whole
+        misses += not is_whole
+        begin = end
+    return misses
+
+
+def _unpack(
+    records: Any,
+    offsets: Any,
+    pages: Any,
+    layer_stride: Any,
+    others: Any,
+    crcs: Any,
+    good: Any,
+) -> None:
+    """``unpack_raw`` or ``unpack_int8``: kernels call one of them."""
+    raise NotImplementedError
+
+
+@overload(_unpack)  # type: ignore[untyped-decorator]  # numba has no types for mypy
+def _choose_unpack(
+    records: Any,
+    offsets: Any,
+    pages: Any,
+    layer_stride: Any,
+    others: Any,
+    crcs: Any,
+    good: Any,
+) -> Any:
+    unpack: Any = unpack_raw if len(others) == _NUM_RAW_ARGUMENTS else unpack_int8
+
+    def call(
+        records: Any,
         offsets: Any,
-        max_misses: Any,
-        buffer: Any,
-        chunk_nbytes: Any,
         pages: Any,
         layer_stride: Any,
         others: Any,
         crcs: Any,
         good: Any,
-        was_read: Any,
-    ) -> Any:
-        num_layers = crcs.shape[1]
-        capacity = len(buffer) - _PAGE_NBYTES
-        at_once = max(1, min(num_layers, capacity // chunk_nbytes))
-        begin, misses = 0, 0
-        while begin < len(fds) and misses < max_misses:
-            end = _end_of_run(fds, offsets, num_layers * chunk_nbytes, capacity, begin)
-            is_whole = True
-            for first in range(0, num_layers, at_once):
-                stop = min(first + at_once, num_layers)
-                start = offsets[begin] + first * chunk_nbytes
-                nbytes = offsets[end - 1] - offsets[begin] + (stop - first) * chunk_nbytes
-                # The system and what comes after copy faster between places that are alike in this.
-                target = np.int64(buffer.ctypes.data) + start % _PAGE_NBYTES
-                if preadv2(function, fds[begin], target, nbytes, start, flags) != nbytes:
-                    is_whole = False
-                    break
-                unpack(
-                    buffer[: start % _PAGE_NBYTES + nbytes],
-                    offsets[begin:end] - offsets[begin] + start % _PAGE_NBYTES,
-                    pages[begin:end] + first * layer_stride,
-                    layer_stride,
-                    *others,
-                    crcs[begin:end, first:stop],
-                    good[begin:end],
-                )
-            was_read[begin:end] = is_whole
-            misses += not is_whole
-            begin = end
-        return misses
+    ) -> None:
+        unpack(records, offsets, pages, layer_stride, *others, crcs, good)
 
-    return read
-
-
-read_raw = _reading(unpack_raw)
-"""Read records into pages, as ``unpack_raw`` does from memory.
-
-Args:
-    function: Address of C's ``preadv2``.
-    flags: How to call it.
-    fds: Descriptor of each page's file, int64.
-    offsets: Where in the file the first wanted layer of each page is, int64. Pages of one file
-        stand together; those that are neighbours in it are read at once if they are here.
-    max_misses: After so many reads that the system could not serve, no more are tried.
-    buffer: Memory for at least one layer with its checksum, and 4096 bytes more, uint8.
-    chunk_nbytes: Bytes of a layer with its checksum.
-    pages: As in ``unpack_raw``.
-    layer_stride: The same.
-    others: What ``unpack_raw`` takes between ``layer_stride`` and ``crcs``.
-    crcs: The same.
-    good: The same; says nothing of pages that were not read.
-    was_read: Flag of each page, bool, set if all of it was.
-
-Returns:
-    Reads that the system could not serve.
-"""
-
-read_int8 = _reading(unpack_int8)
-"""The same with ``unpack_int8``."""
+    return call

@@ -3,17 +3,13 @@
 Memory is named by address, an int64, of any alignment unless said otherwise. ``floats`` are 16
 float32 numbers in registers; they and all else here are generic LLVM, which compiles for any
 processor, except the checksum step, which needs SSE4.2 or the CRC extension of ARMv8.
-
-numba's cache of a kernel looks at the date of the kernel's own module only: who changes this one,
-or another that ``pagedkv.kernels`` is made of, deletes ``pagedkv/__pycache__``.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -29,19 +25,6 @@ _NUMBERS = {
 }
 _NEEDED = {"x86_64": ("sse4.2", "f16c"), "aarch64": ("crc",), "arm64": ("crc",)}
 _ARCHITECTURE = llvmlite.binding.get_default_triple().split("-")[0]
-
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def kernel(function: _F) -> _F:
-    """Compile ``function`` at its first call; without the GIL, kept on disk where that can be."""
-    compiled: _F
-    try:
-        compiled = njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        compiled = njit(nogil=True, error_model="numpy")(function)
-    return compiled
 
 
 def is_supported() -> bool:

@@ -1,6 +1,7 @@
 """The kernels against numpy and google_crc32c: what they write must be equal to the bit."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from store_samples import REPOSITORY, Array, make_spec, run_python, same_bits
 from pagedkv import records, vectors
 from pagedkv.checksum import BLOCK_NBYTES, crc32c
 from pagedkv.codec import FixedCodec, Int8, Raw
+from pagedkv.kernel_cache import SOURCES
 from pagedkv.memory import PageMemory
 from pagedkv.spec import KVSpec
 
@@ -395,3 +397,22 @@ print(sum(kernels.pack_raw.stats.cache_hits.values()))
         (tmp_path / "home").touch()
         assert self.run(package, tmp_path / "home") == "0"
         assert self.run(package, tmp_path / "home") == "0"
+
+    def test_they_are_compiled_anew_when_any_part_of_them_has_changed(
+        self, package: Path, tmp_path: Path
+    ) -> None:
+        """numba alone looks only at the file in which the kernel itself stands."""
+        assert self.run(package, tmp_path) == "0"
+        with (package / "vectors.py").open("a") as file:
+            file.write("# something else\n")
+        assert self.run(package, tmp_path) == "0"
+        assert self.run(package, tmp_path) == "1"
+
+    def test_every_part_of_a_kernel_counts(self) -> None:
+        package = REPOSITORY / "pagedkv"
+        found = {
+            path.name
+            for path in package.glob("*.py")
+            if re.search(r"^from (numba|llvmlite)|import .*\bkernel\b", path.read_text(), re.M)
+        }
+        assert found == set(SOURCES)

@@ -1211,6 +1211,8 @@ def test_sizes_are_those_on_disk_and_in_memory(path: Path) -> None:
         assert stats.pool_nbytes == 3 * SPEC.page_nbytes
         spill = cache._groups[0].places.spill
         assert spill is not None
+        assert cache.store is not None
+        cache.store._contents.groups[0, 0].write_columns()
         on_disk = sum(
             file.stat().st_size
             for file in path.rglob("*")

@@ -124,6 +124,7 @@ def test_pages_that_were_moved_are_committed_like_new_ones(
     group.commit(0, new_pages(form))
     records = np.array(before.records[2:4], form.geometry.record_dtype)
     made = group.commit(3, MovedPages(form, records, before.stored[2:4]))
+    group.write_columns()
     assert [(segment.number, segment.keys) for segment, _ in made] == [
         (3, (make_key(2), make_key(3)))
     ]

@@ -11,18 +11,29 @@ Array = npt.NDArray[Any]
 _TILE_TOKENS = 1024
 
 
-def attend(queries: Array, keys: Array, values: Array, scale: float | None = None) -> Array:
+def attend(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Array:
     """Attention of the last tokens of a sequence to all of it, causal and grouped-query.
 
-    The keys are taken a tile at a time and merged by online softmax (Milakov and Gimelshein,
-    "Online normalizer calculation for softmax", 2018), so that no score matrix of the whole
-    context exists. Computed in float32.
+    This is what the kernels of ``pagedkv.attention_kernels`` compute, too. The keys are taken a
+    tile at a time and merged by online softmax (Milakov and Gimelshein, "Online normalizer
+    calculation for softmax", 2018), so that no score matrix of the whole context exists. Computed
+    in float32.
 
     Args:
         queries: ``(token, q_head, channel)``; the last of them is the sequence's last token.
         keys: ``(token, head, channel)``; ``q_head`` is a multiple of ``head``.
         values: Like ``keys``.
         scale: Factor on the scores; ``1 / sqrt(channels)`` by default.
+        window: So many tokens does a query see, itself included; all before it by default.
+        soft_cap: Scores are capped to ``soft_cap * tanh(score / soft_cap)``; not by default.
 
     Returns:
         ``(token, q_head, channel)`` in the type of ``queries``.
@@ -38,7 +49,12 @@ def attend(queries: Array, keys: Array, values: Array, scale: float | None = Non
     for start in range(0, num_tokens, _TILE_TOKENS):
         tile = slice(start, min(start + _TILE_TOKENS, num_tokens))
         scores = np.einsum("qhgc,thc->qhgt", grouped, keys[tile].astype(np.float32))
-        hidden = np.arange(tile.start, tile.stop) > positions[:, None]
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
+        distances = positions[:, None] - np.arange(tile.start, tile.stop)
+        hidden = distances < 0
+        if window is not None:
+            hidden |= distances >= window
         scores[np.broadcast_to(hidden[:, None, None, :], scores.shape)] = -np.inf
         highest = np.maximum(best, scores.max(axis=-1))
         reference = np.where(np.isfinite(highest), highest, 0)

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 from numba import njit
 
 SOURCES = (
+    "attention_kernels.py",
     "checksum.py",
     "kernel_cache.py",
     "kernels.py",
+    "lanes.py",
     "quantise.py",
     "read_kernels.py",
     "system_calls.py",
@@ -40,6 +42,12 @@ def kernel(function: _F) -> _F:
     if compiled is None or not is_fresh(Path(compiled.stats.cache_path)):
         compiled = njit(nogil=True, error_model="numpy")(function)
     result: _F = compiled
+    return result
+
+
+def inlined(function: _F) -> _F:
+    """A part of kernels: each call is compiled anew, for the constants that it is made with."""
+    result: _F = njit(nogil=True, error_model="numpy", forceinline=True)(function)
     return result
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import slices
+from pagedkv import page_attention, slices
 from pagedkv.arrays import as_int, check_kinds
 from pagedkv.attention import attend
 from pagedkv.errors import ClosedError, StoreError
 from pagedkv.format import PageEntry
 from pagedkv.group import LayerGroup
 from pagedkv.page import Page
+from pagedkv.page_attention import AttentionRule, PageAttention
 from pagedkv.prefix import Tokens, as_tokens, chain_key
 from pagedkv.spec import PageKey
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from pagedkv.cache import PagedKVCache
 
 Array = npt.NDArray[Any]
+_FEW_QUERIES = 16
+"""So many are attended in the pool by kernels; more, by matrix products over gathered pages."""
 Extra = bytes | Seq[bytes] | None
 """What a page's KV depends on beside its tokens: for every page the same, or one for each."""
 
@@ -47,7 +50,8 @@ class Sequence:
         self._keys: list[list[PageKey]] = [[] for _ in groups]
         self._tokens: Tokens = np.empty(0, dtype=np.int32)
         self._filled = [0] * cache.num_layers
-        self._spare: list[list[Array]] = [[] for _ in groups]  # staging buffers
+        self._spare: list[list[Array]] = [[] for _ in groups]  # buffers of gather
+        self._staging: list[list[Array]] = [[] for _ in groups]  # and of attend
         self._is_closed = False
         self._page_tokens = groups[0].spec.page_tokens
 
@@ -164,22 +168,39 @@ class Sequence:
         with slices.gather(moves, pages, local, self._spare[number]) as kinds:
             yield tuple(kinds[kind, :count] for kind in range(spec.num_kinds))
 
-    def attend(self, layer: int, q: Array, scale: float | None = None) -> Array:
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        scale: float | None = None,
+        *,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Array:
         """Causal attention of the layer's last tokens to all that it holds.
+
+        Pages in the pool are attended where they are. Those that are only on disk are read into a
+        staging buffer of a few megabytes, while others are attended; they take no slots.
 
         Args:
             layer: Layer, numbered through the groups; its keys and values are appended already.
             q: Queries of its last tokens, ``(token, q_head, channel)``; ``q_head`` is a multiple
                 of the spec's heads.
             scale: Factor on the scores; ``1 / sqrt(channels)`` by default.
+            window: So many tokens does a query see, itself included; all before it by default.
+            soft_cap: Scores are capped to ``soft_cap * tanh(score / soft_cap)``; not by default.
 
         Returns:
             ``(token, q_head, channel)`` in the type of ``q``.
 
         Raises:
-            ValueError: The shape of ``q`` does not fit, or the spec has one kind only.
+            ValueError: The shape of ``q`` does not fit, the spec has one kind only, or a number is
+                out of range.
+            CorruptPageError: A page that is only on disk came back damaged.
+            StoreError: The disk failed.
         """
-        number, _ = self._cache.locate_layer(layer)
+        rule = AttentionRule(scale=scale, window=window, soft_cap=soft_cap)
+        number, local = self._cache.locate_layer(layer)
         spec = self._groups[number].spec
         shape = np.shape(q)
         if spec.num_kinds != 2:
@@ -195,8 +216,15 @@ class Sequence:
                 f"q has {shape[0]} tokens, but layer {layer} holds {self._filled[layer]}: "
                 "append their keys and values first"
             )
-        with self.gather(layer) as (k, v):
-            return attend(q, k, v, scale)
+        if shape[0] > _FEW_QUERIES or not page_attention.is_supported():
+            with self.gather(layer) as (k, v):
+                return attend(q, k, v, scale, window=window, soft_cap=soft_cap)
+        self._check_usable()
+        attention = PageAttention(spec, q, self._filled[layer], rule)
+        pages = self._tables[number][: _pages_of(self._filled[layer], self._page_tokens)]
+        moves = self._groups[number].moves
+        slices.attend(moves, pages, local, attention, self._staging[number])
+        return attention.result()
 
     def commit(self, tokens: npt.ArrayLike) -> None:
         """Name the sequence's first tokens, so that its full pages can be found and shared.
@@ -305,6 +333,7 @@ class Sequence:
             group.release(self._tables[number])
         self._tables = [[] for _ in self._groups]
         self._spare = [[] for _ in self._groups]
+        self._staging = [[] for _ in self._groups]
 
     def __enter__(self) -> Self:
         self._check_usable()

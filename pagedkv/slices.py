@@ -1,18 +1,25 @@
 """One layer of a sequence's pages: tokens written into it, and gathered from it."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv import workers
+from pagedkv.memory import Numbers
 from pagedkv.moves import Mover
 from pagedkv.page import Page
+from pagedkv.page_attention import PageAttention
 from pagedkv.pool import SlotPool
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
+
+_STAGED_NBYTES = 16 * 2**20
+"""Of the two staging buffers together."""
 
 
 def write_tokens(
@@ -96,6 +103,120 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
             yield filled
         finally:
             spare.append(buffer)
+
+
+def attend(
+    moves: Mover,
+    pages: Sequence[Page],
+    layer: int,
+    attention: PageAttention,
+    staging: list[Array],
+) -> None:
+    """Attend to one layer of consecutive pages: in the pool, and from a staging buffer.
+
+    While some pages are attended, what is only on disk of the next ones is read. Nothing comes into
+    the pool for that.
+
+    Args:
+        moves: Moves the group's pages between the tiers.
+        pages: The sequence's pages, from the first on.
+        layer: Layer within the group.
+        attention: The queries.
+        staging: Two buffers that the sequence keeps, made here when they are first needed.
+
+    Raises:
+        CorruptPageError: A page that is only on disk came back damaged.
+        StoreError: The disk failed.
+    """
+    first, step, spec = attention.first_page, len(pages), moves.places.spec
+    with moves.places.lock:
+        is_resident = all(page.slot is not None for page in pages[first:])
+    if not is_resident:
+        num_chunks = _STAGED_NBYTES // 2 // (attention.chunk_pages * spec.layer_nbytes)
+        step = max(1, num_chunks) * attention.chunk_pages
+        while len(staging) < 2:
+            staging.append(np.empty((step, *spec.layer_shape), spec.np_dtype))
+    waves = [
+        _Wave(moves, number, pages[number : number + step], layer)
+        for number in range(first, len(pages), step)
+    ]
+    reading: Future[None] | None = None
+    try:
+        for number, wave in enumerate(waves):
+            if reading is not None:
+                reading.result()
+                reading = None
+            if not is_resident:
+                wave.stage(staging[number % 2])
+                if number + 1 < len(waves):
+                    reading = workers.start(waves[number + 1].stage, staging[(number + 1) % 2])
+            wave.attend(attention, staging)
+    finally:
+        if reading is not None:
+            reading.exception()  # nobody writes into the buffer any more
+
+
+class _Wave:
+    """Pages that are attended together; those that are not in the pool are staged before.
+
+    Args:
+        moves: Moves the group's pages between the tiers.
+        number: Of the first page in the sequence.
+        pages: The pages.
+        layer: Layer within the group.
+    """
+
+    def __init__(self, moves: Mover, number: int, pages: Sequence[Page], layer: int) -> None:
+        self._moves = moves
+        self._number = number
+        self._pages = pages
+        self._layer = layer
+        self._staged: dict[int, int] = {}
+        self._buffer: Array | None = None
+
+    def stage(self, buffer: Array) -> None:
+        """Read what is neither in the pool nor staged yet."""
+        with self._moves.places.lock:
+            self._moves.places.wait_readable(self._pages)
+            absent = self._absent()
+        places = range(len(self._staged), len(self._staged) + len(absent))
+        out = [buffer[place] for place in places]
+        self._moves.read_slices([self._pages[n] for n in absent], self._layer, out)
+        self._buffer = buffer
+        self._staged.update(zip(absent, places, strict=True))
+
+    def attend(self, attention: PageAttention, staging: Sequence[Array]) -> None:
+        """Attend to all of the pages."""
+        places = self._moves.places
+        while True:
+            with places.lock:
+                places.wait_readable(self._pages)
+                if not self._absent():
+                    resident = [p for n, p in enumerate(self._pages) if n not in self._staged]
+                    with places.copying(resident):
+                        attention.attend(self._number, *self._addresses())
+                    return
+            self.stage(self._buffer if self._buffer is not None else staging[0])
+
+    def _absent(self) -> list[int]:
+        return [
+            n for n, page in enumerate(self._pages) if page.slot is None and n not in self._staged
+        ]
+
+    def _addresses(self) -> tuple[Numbers, Numbers]:
+        """Where the keys and the values of each page begin."""
+        pool = self._moves.places.pool.array
+        start = pool.__array_interface__["data"][0] + self._layer * pool.strides[0]
+        slots = np.array([page.slot if page.slot is not None else 0 for page in self._pages])
+        keys = start + slots * pool.strides[2]
+        values = keys + pool.strides[1]
+        if self._staged:
+            assert self._buffer is not None
+            staged = np.array(list(self._staged.items()), np.int64)
+            start = self._buffer.__array_interface__["data"][0]
+            keys[staged[:, 0]] = start + staged[:, 1] * self._buffer.strides[0]
+            values[staged[:, 0]] = keys[staged[:, 0]] + self._buffer.strides[1]
+        return keys, values
 
 
 def _write(

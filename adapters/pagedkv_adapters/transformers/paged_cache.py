@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,7 +13,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import pagedkv as pk
+from pagedkv_adapters.transformers.attention import ATTENTION_NAME, MAX_QUERIES, Pages, mark
 from pagedkv_adapters.transformers.model_spec import spec_for
+from pagedkv_adapters.transformers.tensors import to_numpy, to_torch
 
 Ids = npt.NDArray[np.int64]
 
@@ -32,6 +33,9 @@ class PagedCache(Cache):
     prompt and answer can be reused. One sequence (batch of 1), greedy search or sampling, no
     padding: a hook on the model looks at each forward pass that is given a ``PagedCache`` and
     refuses, before anything is computed, what would put wrong numbers under a prompt's key.
+
+    With ``attn_implementation="pagedkv"`` the model attends to the pages where they are; with any
+    other, each layer's are gathered first.
 
     Close it, or use it in a ``with`` statement: until then its pages are kept.
 
@@ -64,6 +68,9 @@ class PagedCache(Cache):
         self._prompt = _with_unknown(self.sequence.tokens, self.num_reused_tokens)
         self._seen = self._prompt  # ids of the tokens that the sequence holds
         self._gathered = ExitStack()
+        self._attends_to_pages = False
+        self._marked: int | None = None  # the layer whose keys' attention is still to come
+        _refuse_other_attention(model)
         if model not in _WATCHED:
             _WATCHED.add(model)
             model.register_forward_pre_hook(_before_forward, with_kwargs=True)
@@ -159,14 +166,23 @@ class PagedCache(Cache):
         input_ids: torch.Tensor | None,
         attention_mask: object,
         position_ids: torch.Tensor | None,
+        *,
+        attends_to_pages: bool = False,
     ) -> None:
         """Look at the arguments of a forward pass before it is computed.
+
+        Args:
+            input_ids: What it is given.
+            attention_mask: The same.
+            position_ids: The same.
+            attends_to_pages: Whether the model's attention is this package's.
 
         Raises:
             ValueError: There are several rows, hidden tokens, positions other than those that
                 follow, or other ids than those of the prompt.
         """
         self._settle()
+        self._attends_to_pages = attends_to_pages
         past = self.sequence.num_tokens
         if input_ids is None:  # embeddings: their ids are unknown, and so is what commit gets
             self._seen = self._seen[:past]
@@ -199,11 +215,13 @@ class PagedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to one layer; all keys and values of it, ``(1, head, token, channel)``.
 
-        The tensors are valid until the next call.
+        The tensors are valid until the next call. Where the model attends to pages, they are those
+        of the new tokens only, marked for ``attend``.
         """
         if layer == 0:
             self._settle()
         self._gathered.close()
+        self._check_attended()
         for name, tensor in (("key_states", keys), ("value_states", values)):
             if tensor.ndim != 4 or tensor.shape[0] != 1:
                 raise ValueError(
@@ -213,22 +231,38 @@ class PagedCache(Cache):
         past = self.sequence.num_tokens
         count = keys.shape[2]
         device = keys.device
-        self.sequence.append_layer(layer, _to_numpy(keys), _to_numpy(values))
+        self.sequence.append_layer(layer, to_numpy(keys), to_numpy(values))
         if past == 0:
+            return keys, values
+        if self._attends_to_pages and count <= MAX_QUERIES:
+            keys = keys.detach().view(keys.shape)  # marked itself, and not what the model keeps
+            mark(keys, Pages(self, layer))
+            self._marked = layer
             return keys, values
         if count > 1:
             with self.sequence.gather(layer, past) as held:
-                before = [_to_torch(array).to(device) for array in held]
+                before = [to_torch(array).to(device) for array in held]
                 return (
                     torch.cat([before[0], keys], dim=2),
                     torch.cat([before[1], values], dim=2),
                 )
         held = self._gathered.enter_context(self.sequence.gather(layer))
-        k, v = (_to_torch(array).to(device) for array in held)
+        k, v = (to_torch(array).to(device) for array in held)
         if layer == len(self.layers) - 1:
             k, v = k.clone(), v.clone()  # no call follows that would end the gather
             self._gathered.close()
         return k, v
+
+    def attend(self, layer: int, queries: npt.NDArray[Any], **rule: Any) -> npt.NDArray[Any]:
+        """Attention of a layer's newest tokens, ``(token, head, channel)``, to all its pages.
+
+        Args:
+            layer: Which layer.
+            queries: ``(token, q_head, channel)``.
+            **rule: As for ``pagedkv.Sequence.attend``.
+        """
+        self._marked = None
+        return self.sequence.attend(layer, queries, **rule)
 
     def reset(self) -> None:
         """Drop all tokens."""
@@ -240,6 +274,15 @@ class PagedCache(Cache):
         """End the last gather, and drop what a forward pass that failed left in some layers."""
         self._gathered.close()
         self.sequence.truncate(self.sequence.num_tokens)
+        self._marked = None
+
+    def _check_attended(self) -> None:
+        """``ValueError`` if the model did something else with the keys of the layer before."""
+        if self._marked is not None:
+            raise ValueError(
+                f"the model did not attend to layer {self._marked} by {ATTENTION_NAME!r}, which it"
+                " was loaded with: load it with attn_implementation='sdpa'"
+            )
 
 
 class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers
@@ -320,8 +363,28 @@ def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
             "but token ids"
         )
     cache.begin_forward(
-        given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
+        given.get("input_ids"),
+        given.get("attention_mask"),
+        given.get("position_ids"),
+        attends_to_pages=_attention_of(model) == ATTENTION_NAME,
     )
+
+
+def _attention_of(model: Any) -> str | None:
+    """The model's ``attn_implementation``."""
+    config = model.config.get_text_config(decoder=True)
+    name: str | None = getattr(config, "_attn_implementation", None)
+    return name
+
+
+def _refuse_other_attention(model: PreTrainedModel) -> None:
+    """``ValueError`` if the model is to attend to pages, but has an attention of its own."""
+    if _attention_of(model) == ATTENTION_NAME and not model._supports_attention_backend:
+        raise ValueError(
+            f"{type(model).__name__} has an attention of its own, which"
+            f" attn_implementation={ATTENTION_NAME!r} cannot replace: load it with 'sdpa' or"
+            " 'eager'"
+        )
 
 
 def _require_equal(known: Ids, given: Ids, name: str, source: str, at: int = 0) -> None:
@@ -351,24 +414,3 @@ def _one_row(ids: torch.Tensor | npt.ArrayLike, name: str) -> Ids:
             "returned sequences) must be 1"
         )
     return array
-
-
-def _to_numpy(states: torch.Tensor) -> npt.NDArray[Any]:
-    """``(1, head, token, channel)`` as ``(token, head, channel)``: a view."""
-    tokens = states.detach().cpu()[0].transpose(0, 1)
-    if tokens.dtype == torch.bfloat16:
-        view: npt.NDArray[Any] = tokens.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return view
-    array: npt.NDArray[Any] = tokens.numpy()
-    return array
-
-
-def _to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
-    """``(token, head, channel)`` as ``(1, head, token, channel)``: a view, to be read only."""
-    view = array.view()
-    view.flags.writeable = True  # torch knows no read-only tensors and warns
-    if view.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(view.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(view)
-    return tensor.transpose(0, 1)[None]

@@ -22,6 +22,7 @@ from pagedkv.lanes import (
     any_larger,
     capped,
     exp2,
+    first_lane,
     first_lanes,
     has_scales,
     item_nbytes,
@@ -34,6 +35,7 @@ from pagedkv.lanes import (
     rotated,
     splat,
     store,
+    store_part,
     subtract,
     sums,
 )
@@ -165,6 +167,79 @@ def merge_chunks(best: Any, total: Any, merged: Any, together: Any, out: Any) ->
                             out[query, head, row, channel] += value
                 for channel in range(num_channels):
                     out[query, head, row, channel] /= weight
+
+
+@kernel
+def weigh_scores(
+    scores: Any,
+    position: Any,
+    group: Any,
+    start: Any,
+    window: Any,
+    cap: Any,
+    best: Any,
+    total: Any,
+    fade: Any,
+) -> None:
+    """Turn scores of many queries and a tile of tokens into weights, in their place.
+
+    Args:
+        scores: float32 ``(row, token)``, C-contiguous; ``group`` rows belong to one query token.
+        position: Of the first row's query token.
+        group: Rows of a query token.
+        start: Position of the tile's first token.
+        window: As for ``attend_pages``.
+        cap: The same.
+        best: Largest score so far of each row, float32; becomes that with this tile.
+        total: Sum of weights so far; the same.
+        fade: Becomes what each row's earlier weights must be multiplied by.
+    """
+    num_rows, num_tokens = scores.shape
+    for row in range(num_rows):
+        seen = position + row // group + 1 - start
+        low = min(max(0, seen - window) if window else 0, num_tokens)
+        high = max(low, min(num_tokens, seen))
+        scores[row, :low] = 0
+        scores[row, high:] = 0
+        fade[row] = 1
+        if low == high:
+            continue
+        place = np.int64(scores.ctypes.data) + 4 * row * num_tokens
+        top = _top_score(place, low, high, cap, best[row])
+        fade[row] = first_lane(exp2(splat(best[row] - top)))
+        best[row] = top
+        total[row] = total[row] * fade[row] + _weights(place, low, high, splat(top))
+
+
+@inlined
+def _top_score(place: Any, low: Any, high: Any, cap: Any, before: Any) -> Any:
+    """The largest of ``before`` and some scores, which are capped."""
+    largest = splat(before)
+    for token in range(low, high, LANES):
+        score = _load_up_to(place + 4 * token, high - token, FLOAT)
+        if cap > 0:
+            score = multiply(capped(score, splat(cap)), splat(LOG2_E))
+            store_part(place + 4 * token, score, min(high - token, LANES))
+        score = first_lanes(score, high - token, splat(np.float32(-np.inf)))
+        largest = larger(largest, score)
+    return first_lane(_largest_of_head(1, largest))
+
+
+@inlined
+def _weights(place: Any, low: Any, high: Any, top: Any) -> Any:
+    """Turn scores into weights; the sum of these."""
+    zero = splat(np.float32(0))
+    total = zero
+    for token in range(low, high, LANES):
+        count = high - token
+        weight = exp2(subtract(_load_up_to(place + 4 * token, count, FLOAT), top))
+        if count < LANES:
+            store_part(place + 4 * token, weight, count)
+            weight = first_lanes(weight, count, zero)
+        else:
+            store(place + 4 * token, weight)
+        total = add(total, weight)
+    return first_lane(sums(total, zero, zero, zero, zero, zero, zero, zero))
 
 
 def scratch_floats(page_tokens: int, num_channels: int) -> int:

@@ -149,6 +149,29 @@ def store(_: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def store_part(_: Any, address: Any, value: Any, count: Any) -> Any:
+    """Write the first ``count`` of float32 numbers to ``address``."""
+
+    def codegen(context: Any, builder: Any, __: Any, args: Any) -> Any:
+        buffer = cgutils.alloca_once(builder, _vector(_F32))
+        builder.store(args[1], buffer)
+        cgutils.raw_memcpy(builder, _pointer(builder, args[0], _I8), buffer, args[2], 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, octet, types.int64), codegen
+
+
+@intrinsic
+def first_lane(_: Any, value: Any) -> Any:
+    """The first of the numbers."""
+
+    def codegen(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], ir.Constant(_I32, 0))
+
+    return types.float32(octet), codegen
+
+
+@intrinsic
 def splat(_: Any, value: Any) -> Any:
     """One number in all lanes."""
 

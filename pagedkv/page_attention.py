@@ -20,8 +20,11 @@ from pagedkv.spec import KVSpec
 Array = npt.NDArray[Any]
 
 _CHUNK_TOKENS = 512
-_MANY_NBYTES = 256 * 2**10
+_MANY_NBYTES = 2**20
 """Keys and values for which a second thread is worth its start."""
+_BLOCK_QUERIES = 128
+_TILE_TOKENS = 512
+"""Queries and tokens of a matrix product: its scores stay in the processor's cache."""
 _LOG2_E = 1.4426950408889634
 _KERNEL_DTYPES = {
     "float32": np.dtype(np.float32),
@@ -149,6 +152,72 @@ class PageAttention:
         return out.reshape(num_queries, num_heads * group, num_channels).astype(
             self._dtype, copy=False
         )
+
+
+def attend_many(queries: Array, keys: Array, values: Array, rule: AttentionRule) -> Array:
+    """Attention of many queries, by matrix products.
+
+    Args:
+        queries: ``(token, q_head, channel)`` of the last tokens.
+        keys: ``(token, head, channel)`` of all tokens.
+        values: The same.
+        rule: What the queries see.
+
+    Returns:
+        ``(token, q_head, channel)`` in the type of the queries.
+    """
+    num_queries, num_q_heads, num_channels = queries.shape
+    num_tokens, num_heads, _ = keys.shape
+    group = num_q_heads // num_heads
+    factor = rule.factor(num_channels) * (1.0 if rule.soft_cap else _LOG2_E)
+    out = np.empty((num_queries, num_heads, group, num_channels), np.float32)
+    for head in range(num_heads):
+        rows = queries.reshape(out.shape)[:, head].astype(np.float32) * np.float32(factor)
+        k, v = (array[:, head].astype(np.float32, copy=False) for array in (keys, values))
+        for begin in range(0, num_queries, _BLOCK_QUERIES):
+            block = slice(begin, begin + _BLOCK_QUERIES)
+            position = num_tokens - num_queries + begin
+            out[block, head] = _attend_block(rows[block], k, v, position, rule)
+    return out.reshape(queries.shape).astype(queries.dtype, copy=False)
+
+
+def _attend_block(
+    queries: Array, keys: Array, values: Array, position: int, rule: AttentionRule
+) -> Array:
+    """Some queries of one head, ``(token, query head, channel)``, from ``position`` on."""
+    from pagedkv import attention_kernels
+
+    num_queries, group, num_channels = queries.shape
+    rows = queries.reshape(-1, num_channels)
+    best = np.full(len(rows), -np.inf, np.float32)
+    total, fade = np.zeros((2, len(rows)), np.float32)
+    merged = np.zeros_like(rows)
+    window = rule.window or 0
+    first = max(0, position - window + 1) if window else 0
+    for start in range(first, position + num_queries, _TILE_TOKENS):
+        tile = slice(start, min(start + _TILE_TOKENS, position + num_queries))
+        scores = rows @ keys[tile].T
+        halves = np.linspace(0, num_queries, workers.count() + 1).astype(int).tolist()
+
+        def weigh(begin: int, end: int, start: int = start, scores: Array = scores) -> None:
+            part = slice(begin * group, end * group)
+            attention_kernels.weigh_scores(
+                scores[part],
+                position + begin,
+                group,
+                start,
+                window,
+                np.float32(rule.soft_cap or 0),
+                best[part],
+                total[part],
+                fade[part],
+            )
+
+        workers.run_all([partial(weigh, *ends) for ends in pairwise(halves)])
+        merged *= fade[:, None]
+        merged += scores @ values[tile]
+    merged /= total[:, None]
+    return merged.reshape(queries.shape)
 
 
 def is_supported() -> bool:

@@ -3,6 +3,7 @@
 import heapq
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,24 @@ class SlotPool:
         assert self.pins[slot] > 0, f"slot {slot} is not pinned"
         self.pins[slot] -= 1
         self._num_pinned -= not self.pins[slot]
+
+    def pin_all(self, slots: Sequence[int]) -> None:
+        """``pin`` many slots, in less time."""
+        pins, num_new = self.pins, 0
+        for slot in slots:
+            if not pins[slot]:
+                num_new += 1
+            pins[slot] += 1
+        self._num_pinned += num_new
+
+    def unpin_all(self, slots: Sequence[int]) -> None:
+        """Take one pin back of each of ``pin_all``."""
+        pins, num_free = self.pins, 0
+        for slot in slots:
+            pins[slot] -= 1
+            if not pins[slot]:
+                num_free += 1
+        self._num_pinned -= num_free
 
     def is_pinned(self, slot: int) -> bool:
         """Whether somebody uses the slot now."""

@@ -68,13 +68,13 @@ class Residency:
     def wait_ready(self, pages: Iterable[Page]) -> None:
         """Wait until no other thread moves any of these pages: before they change, or are freed."""
         pages = tuple(pages)
-        while any(page.state is not _READY for page in pages):
+        while self.num_moving and any(page.state is not _READY for page in pages):
             self.lock.wait()
 
     def wait_readable(self, pages: Iterable[Page]) -> None:
         """Wait until none of these pages is on its way into its slot."""
         pages = tuple(pages)
-        while any(page.state is _LOADING for page in pages):
+        while self.num_moving and any(page.state is _LOADING for page in pages):
             self.lock.wait()
 
     # -- holders and pins --------------------------------------------------------------------
@@ -133,18 +133,18 @@ class Residency:
 
         Who needs a slot waits for the block's end.
         """
-        pinned: list[Page] = []
+        slots = [_slot(page) for page in pages]
         self.num_copying += 1
+        self.pool.pin_all(slots)
         try:
-            for page in pages:
-                self.pin(page)
-                pinned.append(page)
             with self.lock.unlocked:
                 yield
         finally:
             self.num_copying -= 1
-            for page in pinned:
-                self.unpin(page)
+            self.pool.unpin_all(slots)
+            for page in pages:
+                if not page.ref_count:
+                    self._settle(page)
             self.lock.notify_all()
 
     def touch(self, pages: Sequence[Page]) -> None:

@@ -16,7 +16,7 @@ from pagedkv.errors import ClosedError, StoreError
 from pagedkv.format import PageEntry
 from pagedkv.group import LayerGroup
 from pagedkv.page import Page
-from pagedkv.page_attention import AttentionRule, PageAttention
+from pagedkv.page_attention import AttentionRule, PageAttention, attend_many
 from pagedkv.prefix import Tokens, as_tokens, chain_key
 from pagedkv.spec import PageKey
 
@@ -216,9 +216,12 @@ class Sequence:
                 f"q has {shape[0]} tokens, but layer {layer} holds {self._filled[layer]}: "
                 "append their keys and values first"
             )
-        if shape[0] > _FEW_QUERIES or not page_attention.is_supported():
+        if not page_attention.is_supported():
             with self.gather(layer) as (k, v):
                 return attend(q, k, v, scale, window=window, soft_cap=soft_cap)
+        if shape[0] > _FEW_QUERIES:
+            with self.gather(layer) as (k, v):
+                return attend_many(q, k, v, rule)
         self._check_usable()
         attention = PageAttention(spec, q, self._filled[layer], rule)
         pages = self._tables[number][: _pages_of(self._filled[layer], self._page_tokens)]

@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 
 _STAGED_NBYTES = 16 * 2**20
 """Of the two staging buffers together."""
+_STAGED = 0
+"""Any slot: it stands for a page that is attended from a staging buffer."""
 
 
 def write_tokens(
@@ -130,7 +132,7 @@ def attend(
     """
     first, step, spec = attention.first_page, len(pages), moves.places.spec
     with moves.places.lock:
-        is_resident = all(page.slot is not None for page in pages[first:])
+        is_resident = None not in [page.slot for page in pages[first:]]
     if not is_resident:
         num_chunks = _STAGED_NBYTES // 2 // (attention.chunk_pages * spec.layer_nbytes)
         step = max(1, num_chunks) * attention.chunk_pages
@@ -191,10 +193,15 @@ class _Wave:
         while True:
             with places.lock:
                 places.wait_readable(self._pages)
-                if not self._absent():
-                    resident = [p for n, p in enumerate(self._pages) if n not in self._staged]
+                slots = [page.slot for page in self._pages]
+                for number in self._staged:
+                    slots[number] = _STAGED
+                if None not in slots:
+                    resident: Sequence[Page] = self._pages
+                    if self._staged:
+                        resident = [p for n, p in enumerate(resident) if n not in self._staged]
                     with places.copying(resident):
-                        attention.attend(self._number, *self._addresses())
+                        attention.attend(self._number, *self._addresses(slots))
                     return
             self.stage(self._buffer if self._buffer is not None else staging[0])
 
@@ -203,12 +210,11 @@ class _Wave:
             n for n, page in enumerate(self._pages) if page.slot is None and n not in self._staged
         ]
 
-    def _addresses(self) -> tuple[Numbers, Numbers]:
-        """Where the keys and the values of each page begin."""
+    def _addresses(self, slots: Sequence[int | None]) -> tuple[Numbers, Numbers]:
+        """Where the keys and the values of each page begin, by its slot or where it is staged."""
         pool = self._moves.places.pool.array
         start = pool.__array_interface__["data"][0] + self._layer * pool.strides[0]
-        slots = np.array([page.slot if page.slot is not None else 0 for page in self._pages])
-        keys = start + slots * pool.strides[2]
+        keys = start + np.array(slots, np.int64) * pool.strides[2]
         values = keys + pool.strides[1]
         if self._staged:
             assert self._buffer is not None

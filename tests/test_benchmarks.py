@@ -57,7 +57,7 @@ def check(results: list[dict[str, Any]]) -> None:
         elif result["unit"].startswith("GB/s"):
             assert result["ratio"] == pytest.approx(result["ours"] / result["peer"])
         else:
-            assert result["unit"] in {"µs a page", "s", "bytes a page"}
+            assert result["unit"] in {"µs a page", "s", "ms", "bytes a page"}
             if result["ours"]:
                 assert result["ratio"] == pytest.approx(result["peer"] / result["ours"])
     assert len({(result["case"], result["peer_name"]) for result in results}) == len(results)
@@ -84,6 +84,21 @@ def test_peers(part: str, tmp_path: Path) -> None:
     results = run("peers.py", tmp_path, "--part", part)
     check(results)
     assert all("fsync" in r["peer_name"] or "SQLite" in r["peer_name"] for r in results)
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs the extra `transformers`")
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("attention.py", "decode"),
+        ("attention.py", "prefill"),
+        ("decode.py", "steps"),
+        ("decode.py", "generate"),
+    ],
+)
+def test_attention(name: str, part: str, tmp_path: Path) -> None:
+    check(run(name, tmp_path, "--part", part))
 
 
 def test_without_a_compiler_the_prototype_is_left_out(

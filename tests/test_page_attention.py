@@ -14,7 +14,7 @@ import pagedkv as pk
 from pagedkv import attention_kernels as kernels
 from pagedkv import page_attention
 from pagedkv.codec import Int8
-from pagedkv.page_attention import AttentionRule, PageAttention
+from pagedkv.page_attention import AttentionRule, PageAttention, attend_many
 from pagedkv.slices import _Wave
 
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-3}
@@ -115,6 +115,35 @@ def test_any_shape_gives_what_the_definition_says(
     rule = {"scale": scale, "window": window, "soft_cap": soft_cap}
     found = attended(spec, q, *kv, seed, **rule)
     assert found.dtype == q.dtype
+    assert error(found, reference(q, *kv, **rule)) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@given(**{**SHAPES, "num_queries": st.integers(1, 60)})
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_many_queries_are_attended_by_matrix_products(
+    dtype: str,
+    page_tokens: int,
+    heads: int,
+    group: int,
+    channels: int,
+    num_tokens: int,
+    num_queries: int,
+    window: int | None,
+    soft_cap: float | None,
+    scale: float | None,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    num_queries = min(num_queries, num_tokens)
+    q = rng.standard_normal((num_queries, heads * group, channels), np.float32)
+    kv = rng.standard_normal((2, num_tokens, heads, channels), np.float32)
+    kv = kv.astype(make_spec(dtype=dtype).np_dtype)
+    rule = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_attention, "_BLOCK_QUERIES", 5 + page_tokens % 3)
+        patch.setattr(page_attention, "_TILE_TOKENS", 7 + page_tokens)
+        found = attend_many(q, *kv, AttentionRule(**rule))
     assert error(found, reference(q, *kv, **rule)) <= TOLERANCES[dtype]
 
 

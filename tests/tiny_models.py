@@ -56,6 +56,21 @@ def gemma3() -> PreTrainedModel:
     return _build("Gemma3ForCausalLM", "Gemma3TextConfig", sizes)
 
 
+def gemma2() -> PreTrainedModel:
+    """Scores are capped."""
+    sizes = {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": None,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    return _build("Gemma2ForCausalLM", "Gemma2Config", sizes)
+
+
 def gpt2() -> PreTrainedModel:
     """Learnt positions, and as many KV heads as query heads."""
     sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048}

@@ -1,0 +1,183 @@
+"""Attention over a block table, beside what torch does with keys and values that lie in a row.
+
+    python benchmarks/attention.py [--part decode|prefill] [--rounds 9] [--json]
+
+One layer of an 8B-class model: 32 query heads on 8 KV heads of 128 channels, pages of 16 tokens.
+Our pages lie anywhere in the pool; the peers' keys and values are contiguous, but for "gather".
+Both sides use two threads. ``docs/benchmarks.md`` says more.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from measure.compare import Bench, Target, Timed, Unit, gigabytes_a_second, run
+from measure.pages import seconds_of
+
+import pagedkv as pk
+
+Array = npt.NDArray[Any]
+
+HEADS, QUERY_HEADS, CHANNELS, PAGE_TOKENS = 8, 32, 128, 16
+THREADS = 2
+MILLISECONDS = Unit(name="ms", amount=1e3, is_rate=False)
+
+
+def spec_of(dtype: str) -> pk.KVSpec:
+    """One layer of the model."""
+    return pk.KVSpec(
+        num_layers=1,
+        num_kv_heads=HEADS,
+        head_dim=CHANNELS,
+        page_tokens=PAGE_TOKENS,
+        dtype=dtype,
+        model="random numbers",
+    )
+
+
+class Sample:
+    """A sequence of random keys and values in scattered pages, and the same in a row for torch."""
+
+    def __init__(self, dtype: str, num_tokens: int, num_queries: int) -> None:
+        rng = np.random.default_rng(0)
+        spec = spec_of(dtype)
+        shape = (2, num_tokens, HEADS, CHANNELS)
+        self.kv = rng.standard_normal(shape, dtype=np.float32).astype(spec.np_dtype)
+        self.queries = rng.standard_normal((num_queries, QUERY_HEADS, CHANNELS), dtype=np.float32)
+        self.cache = pk.PagedKVCache(spec, 2 * -(-num_tokens // PAGE_TOKENS))
+        self.sequence = self.cache.open_sequence()
+        others = self.cache.open_sequence()
+        for start in range(0, num_tokens, PAGE_TOKENS):  # by turns, so that no two pages touch
+            part = self.kv[:, None, start : start + PAGE_TOKENS]
+            self.sequence.append(*part)
+            others.append(*part)
+
+    @contextmanager
+    def torch_tensors(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Queries, keys and values as torch takes them, ``(1, head, token, channel)``, float32."""
+        arrays = (self.queries, *self.kv.astype(np.float32))
+        yield tuple(torch.from_numpy(a).transpose(0, 1)[None].contiguous() for a in arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return int(self.kv.nbytes)
+
+    def attend(self) -> Array:
+        """Ours."""
+        return self.sequence.attend(0, self.queries)
+
+
+def decode(bench: Bench) -> None:
+    """One query at 8,192 tokens; and how fast memory can be read at all."""
+    num_tokens = bench.count(8192, 64)
+    sample = Sample("float32", num_tokens, 1)
+    with sample.torch_tensors() as (q, k, v), sample.cache:
+        expected = _sdpa(q, k, v)
+        _check(sample.attend(), expected)
+        peers: dict[str, Timed | None] = {
+            "torch SDPA, contiguous": lambda: seconds_of(lambda: _sdpa(q, k, v)),
+            "torch matrix products by group, contiguous": lambda: seconds_of(
+                lambda: _grouped(q, k, v)
+            ),
+            "gather, then torch SDPA": lambda: seconds_of(lambda: _gathered(sample)),
+        }
+        targets = {name: Target(ratio=r) for name, r in zip(peers, (4, 2, 12), strict=True)}
+        case = f"decode {num_tokens} float32"
+        timed = _timed(sample.attend)
+        bench.compare(case, MILLISECONDS, timed, peers, targets=targets)
+        unit = gigabytes_a_second(sample.nbytes)
+        bench.compare(
+            f"{case}, bytes read",
+            unit,
+            timed,
+            {"a sum over as many bytes, two threads": _timed(_reader(sample.kv))},
+            targets={"a sum over as many bytes, two threads": Target(ratio=0.6)},
+        )
+        for dtype in ("float16", "bfloat16"):
+            other = Sample(dtype, num_tokens, 1)
+            with other.cache:
+                name = "ours, float32"
+                bench.compare(
+                    f"decode {num_tokens} {dtype}",
+                    MILLISECONDS,
+                    _timed(other.attend),
+                    {name: timed},
+                    targets={name: Target(ratio=1.4)},
+                )
+
+
+def prefill(bench: Bench) -> None:
+    """All queries of a prompt of 2,048 tokens."""
+    num_tokens = bench.count(2048, 64)
+    sample = Sample("float32", num_tokens, num_tokens)
+    with sample.torch_tensors() as (q, k, v), sample.cache:
+        expected = _sdpa(q, k, v)
+        _check(sample.attend(), expected)
+        name = "torch SDPA, contiguous"
+        bench.compare(
+            f"prefill {num_tokens} float32",
+            MILLISECONDS,
+            _timed(sample.attend),
+            {name: lambda: seconds_of(lambda: _sdpa(q, k, v))},
+            targets={name: Target(ratio=1 / 1.2)},
+        )
+
+
+def _timed(work: Callable[[], object]) -> Timed:
+    return lambda: seconds_of(work)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True
+    )
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    grouped = q.reshape(HEADS, QUERY_HEADS // HEADS, CHANNELS)
+    weights = torch.softmax(grouped @ k[0].transpose(1, 2) * CHANNELS**-0.5, -1)
+    return weights @ v[0]
+
+
+def _gathered(sample: Sample) -> torch.Tensor:
+    with sample.sequence.gather(0) as kinds:
+        for kind in kinds:
+            kind.flags.writeable = True  # torch warns of what it may not write
+        k, v = (torch.from_numpy(kind).transpose(0, 1)[None] for kind in kinds)
+        q = torch.from_numpy(sample.queries).transpose(0, 1)[None]
+        return _sdpa(q, k, v)
+
+
+def _reader(kv: Array) -> Callable[[], object]:
+    words = kv.reshape(-1).view(np.int64)
+
+    def read() -> None:
+        _sum(words)
+
+    read()
+    return read
+
+
+@numba.njit(parallel=True)
+def _sum(words: Any) -> Any:
+    total = np.int64(0)
+    for number in numba.prange(len(words)):
+        total += words[number]
+    return total
+
+
+def _check(ours: Array, theirs: torch.Tensor) -> None:
+    expected = theirs[0].transpose(0, 1).numpy()
+    error = float(np.abs(ours - expected).max())
+    assert error < 1e-4, f"ours differs from torch's by {error}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(THREADS)
+    numba.set_num_threads(THREADS)
+    run("Attention over a block table", {"decode": decode, "prefill": prefill})

@@ -62,6 +62,15 @@ class Finding:
     layer: int | None = None
     repaired: bool = False
 
+    @property
+    def is_left(self) -> bool:
+        """Whether a writer left it so that ended without closing the store; the next one mends it.
+
+        That is an unfinished file, or columns that were not made yet.
+        """
+        is_usual = self.damage in (Damage.LEFTOVER, Damage.COLUMN)
+        return is_usual and self.cost is Cost.NOTHING
+
     def __str__(self) -> str:
         parts = [self.path]
         parts += [
@@ -101,8 +110,11 @@ class VerifyReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is damaged, or all of it has been repaired."""
-        return all(finding.repaired for finding in self.findings)
+        """Whether nothing is damaged, or all of it has been repaired.
+
+        What a writer leaves that ended without closing the store is no damage.
+        """
+        return all(finding.repaired or finding.is_left for finding in self.findings)
 
     @property
     def num_lost_pages(self) -> int:

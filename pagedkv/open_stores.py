@@ -1,5 +1,6 @@
 """Which stores this process has open: one writer a store, and none that a fork would share."""
 
+import atexit
 import os
 import threading
 import weakref
@@ -22,6 +23,9 @@ class OpenStore(Protocol):
 
     def abandon(self) -> None:
         """In a forked child: leave everything to the parent."""
+
+    def write_columns(self) -> None:
+        """Write what a writer still owes; at the latest when its process ends."""
 
 
 _open_stores: "weakref.WeakSet[OpenStore]" = weakref.WeakSet()
@@ -57,6 +61,12 @@ def _is_same(path: Path, other: Path) -> bool:
         return path.samefile(other)
     except FileNotFoundError:  # the folder of an open store was removed
         return False
+
+
+@atexit.register
+def _before_exit() -> None:
+    for store in list(_open_stores):
+        store.write_columns()
 
 
 def _after_fork_in_child() -> None:

@@ -4,6 +4,7 @@ What lies in the page cache is read and decoded by the caller's own thread. What
 disk threads: several requests in flight, decoding beside reading, and a deadline.
 """
 
+import errno
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -30,8 +31,9 @@ _MAX_TRIES = 4
 _STARTED_TOGETHER = 8
 _FIRST_SEGMENTS = 4
 """How many are tried in the page cache before the first disk thread may start …"""
-_MORE_SEGMENTS = 32
-"""… and how many at once afterwards."""
+_MORE_SEGMENTS = 16
+"""… and how many at once afterwards: their files are open at the same time."""
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _BLOCK_NBYTES = 4096
 """Reads past the page cache begin and end at multiples of this."""
 
@@ -52,18 +54,21 @@ class SegmentRead(NamedTuple):
     """Which layer; None for whole pages."""
 
 
-class _One(threading.local):
-    """The arguments of a kernel that reads one page: to make them anew costs as much as half of it.
-
-    Each thread has its own.
-    """
+class _One:
+    """Arguments of a kernel that reads one page: to make them anew costs as much as half of it."""
 
     def __init__(self) -> None:
         self.fds, self.offsets, self.addresses = (np.zeros(1, np.int64) for _ in range(3))
         self.good, self.was_read = (np.zeros(1, np.bool_) for _ in range(2))
 
 
-_mine = _One()
+class _Spare(threading.local):
+    """Each thread's, while they are not in use."""
+
+    one: _One | None = None
+
+
+_spare = _Spare()
 
 
 class PageReader:
@@ -102,7 +107,7 @@ class PageReader:
             StoreError: The system could not read; the file is named.
             StoreTimeoutError: The disk did not answer in time.
         """
-        expires = None if deadline is None else time.monotonic() + deadline
+        expires: float | None = None
         damaged: set[int] = set()
         jobs: list[Job] = []
         num_started = 0
@@ -114,6 +119,8 @@ class PageReader:
                     if self._reads_pieces(one.form) and len(jobs) < _MAX_TRIES:
                         rest = self._read_pieces(one, extent, pages, damaged)
                     if rest:
+                        if not jobs and deadline is not None:  # nothing had to wait before
+                            expires = time.monotonic() + deadline
                         jobs.append(self._job(one, rest, pages, damaged))
                         if len(jobs) <= _MAX_TRIES or len(jobs) - num_started >= _STARTED_TOGETHER:
                             self._threads.start(jobs[num_started:])
@@ -180,29 +187,59 @@ class PageReader:
                     return None
                 crc = crcs.item(row, first)
                 return bool(int.from_bytes(trailer, "little") == crc == crc32c(out))
-            stored = transfer_buffer(chunk_nbytes)
-            if files.pread_now(fd, stored, start + first * chunk_nbytes) < chunk_nbytes:
-                return None
-            return form.decode_small(stored, int(crcs[row, first]), out)
-        one = _mine
-        one.addresses[0] = out.__array_interface__["data"][0]
-        memory = PageMemory(one.addresses, out.strides[0], out.strides[-4])
+            with transfer_buffer(chunk_nbytes) as stored:
+                if files.pread_now(fd, stored, start + first * chunk_nbytes) < chunk_nbytes:
+                    return None
+                return form.decode_small(stored, int(crcs[row, first]), out)
+        address = out.__array_interface__["data"][0]
         if self._reads_by_kernels(form):
-            one.fds[0], one.offsets[0], one.good[0], one.was_read[0] = fd, start, True, False
-            source = self._records(form, one.fds, one.offsets, 1)
-            form.read_now(source, layer, memory, crcs[row : row + 1], one.good, one.was_read)
-            return bool(one.good[0]) if one.was_read[0] else None
+            strides = out.strides[0], out.strides[-4]
+            return self._read_one_now(fd, start, form, crcs[row : row + 1], layer, address, strides)
         at_once = max(1, PIECE_NBYTES // chunk_nbytes)
         for begin in range(first, stop, at_once):
             end = min(begin + at_once, stop)
-            stored = transfer_buffer((end - begin) * chunk_nbytes)
-            if files.pread_now(fd, stored, start + begin * chunk_nbytes) < len(stored):
-                return None
-            place = memory.addresses + (begin - first) * memory.layer_stride
-            part = memory._replace(addresses=place)
-            if not form.decode_layers(stored, crcs[row : row + 1, begin:end], part):
-                return False
+            place = np.array([address + (begin - first) * out.strides[0]])
+            memory = PageMemory(place, out.strides[0], out.strides[-4])
+            with transfer_buffer((end - begin) * chunk_nbytes) as stored:
+                if files.pread_now(fd, stored, start + begin * chunk_nbytes) < len(stored):
+                    return None
+                if not form.decode_layers(stored, crcs[row : row + 1, begin:end], memory):
+                    return False
         return True
+
+    def _read_one_now(
+        self,
+        fd: int,
+        start: int,
+        form: SegmentFormat,
+        crcs: Crcs,
+        layer: int | None,
+        address: int,
+        strides: tuple[int, int],
+    ) -> bool | None:
+        """Let a kernel read one page, or one layer of it; as ``read_one``.
+
+        Args:
+            fd: The segment's file.
+            start: Where the page begins in it.
+            form: The format of the file.
+            crcs: CRC32C of each layer of the page, ``(1, layer)``.
+            layer: Which layer; None for all.
+            address: Where it goes.
+            strides: Of layers and kinds there.
+        """
+        one = _spare.one or _One()
+        _spare.one = None  # whoever interrupts this, such as a signal handler, makes its own
+        try:
+            one.fds[0], one.offsets[0], one.addresses[0] = fd, start, address
+            one.good[0], one.was_read[0] = True, False
+            memory = PageMemory(one.addresses, *strides)
+            with transfer_buffer(_buffer_nbytes(form)) as buffer:
+                source = _records(form, one.fds, one.offsets, 1, buffer)
+                form.read_now(source, layer, memory, crcs, one.good, one.was_read)
+            return bool(one.good[0]) if one.was_read[0] else None
+        finally:
+            _spare.one = one
 
     def forget(self, segment: Segment) -> None:
         """Close the file of a segment that is gone."""
@@ -221,13 +258,6 @@ class PageReader:
     def _reads_pieces(self, form: SegmentFormat) -> bool:
         """Whether what is in the page cache is read piece by piece."""
         return not self._direct and not self._reads_by_kernels(form)
-
-    def _records(
-        self, form: SegmentFormat, fds: Numbers, offsets: Numbers, max_misses: int
-    ) -> FiledRecords:
-        buffer = transfer_buffer(max(PIECE_NBYTES, form.chunk_nbytes) + _BLOCK_NBYTES)
-        function, flags = files.preadv2_address(), files.NOW_FLAGS
-        return FiledRecords(function, flags, fds, offsets, max_misses, buffer, form.chunk_nbytes)
 
     def _left_by_kernels(
         self, wanted: Iterable[SegmentRead], pages: PageArrays, damaged: set[int]
@@ -251,43 +281,57 @@ class PageReader:
     ) -> tuple[list[SegmentRead], int]:
         """Let a kernel read from some segments; what is left, and how many reads failed."""
         taken: list[OpenFile] = []
+        later: list[SegmentRead] = []
         try:
-            batch = [one for one in batch if self._take(one, taken, damaged)]
+            batch = [one for one in batch if self._take(one, taken, later, damaged)]
             if not batch:
-                return [], 0
+                return later, 0
             form = batch[0].form
             rows = np.concatenate([one.rows for one in batch])
             numbers = np.concatenate([one.numbers for one in batch])
             counts = [len(one.rows) for one in batch]
             fds = np.repeat(np.array([file.fd for file in taken], np.int64), counts)
-            source = self._records(form, fds, rows * form.page_nbytes, max_misses)
             crcs = np.concatenate([one.segment_map.crcs.take(one.rows, 0) for one in batch])
             good = np.concatenate([one.segment_map.holds.take(one.rows) for one in batch])
             was_read = np.zeros(len(rows), np.bool_)
             memory = pages.memory.part(numbers)
-            missed = form.read_now(source, batch[0].layer, memory, crcs, good, was_read)
+            with transfer_buffer(_buffer_nbytes(form)) as buffer:
+                source = _records(form, fds, rows * form.page_nbytes, max_misses, buffer)
+                missed = form.read_now(source, batch[0].layer, memory, crcs, good, was_read)
         finally:
             for file in taken:
                 self._files.give_back(file)
         damaged.update(numbers[was_read & ~good].tolist())
         if was_read.all():
-            return [], missed
+            return later, missed
         parts = np.split(~was_read, np.cumsum(counts)[:-1])
         left = [
             one._replace(rows=one.rows[part], numbers=one.numbers[part])
             for one, part in zip(batch, parts, strict=True)
             if part.any()
         ]
-        return left, missed
+        return left + later, missed
 
-    def _take(self, one: SegmentRead, taken: list[OpenFile], damaged: set[int]) -> bool:
-        """Take the segment's file, if it is there; else its pages are lost."""
+    def _take(
+        self,
+        one: SegmentRead,
+        taken: list[OpenFile],
+        later: list[SegmentRead],
+        damaged: set[int],
+    ) -> bool:
+        """Take the segment's file; whether it could be taken.
+
+        If it is gone its pages are lost. If too many are open it is left for later.
+        """
         try:
             taken.append(self._files.take(one.segment, one.segment.path))
         except OSError as error:
-            if not files.is_vanished(error):
+            if files.is_vanished(error):
+                damaged.update(one.numbers.tolist())
+            elif error.errno in _TOO_MANY and taken:
+                later.append(one)
+            else:
                 files.raise_translated(error, one.segment.path, "read")
-            damaged.update(one.numbers.tolist())
             return False
         return True
 
@@ -299,10 +343,10 @@ class PageReader:
             try:
                 with self._files.reading(one.segment, one.segment.path) as fd:
                     for number, piece in enumerate(extent):
-                        stored = transfer_buffer(piece.nbytes)
-                        if files.pread_now(fd, stored, piece.offset) < piece.nbytes:
-                            return extent[number:]
-                        _decode(one, piece, stored, pages, damaged)
+                        with transfer_buffer(piece.nbytes) as stored:
+                            if files.pread_now(fd, stored, piece.offset) < piece.nbytes:
+                                return extent[number:]
+                            _decode(one, piece, stored, pages, damaged)
             except OSError as error:
                 if not files.is_vanished(error):
                     raise
@@ -335,6 +379,18 @@ class PageReader:
                 _decode(one, piece, memory[at : min(at + piece.nbytes, num_read)], pages, damaged)
 
         return Job(fetch, use, end - start, one.segment.path)
+
+
+def _buffer_nbytes(form: SegmentFormat) -> int:
+    """What a kernel needs to read pages of this format."""
+    return max(PIECE_NBYTES, form.chunk_nbytes) + _BLOCK_NBYTES
+
+
+def _records(
+    form: SegmentFormat, fds: Numbers, offsets: Numbers, max_misses: int, buffer: Bytes
+) -> FiledRecords:
+    function, flags = files.preadv2_address(), files.NOW_FLAGS
+    return FiledRecords(function, flags, fds, offsets, max_misses, buffer, form.chunk_nbytes)
 
 
 def _decode(

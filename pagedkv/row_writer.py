@@ -120,10 +120,11 @@ class RowWriter:
             used_at = self._contents.tick()
         nbytes = self._nbytes_up_to(number, source, stop)
         self._space.reserve(nbytes)
-        with self._no_commits:
-            self._num_commits += 1
-        written = 0
+        written, is_counted = 0, False
         try:
+            with self._no_commits:
+                self._num_commits += 1
+                is_counted = True
             with files.translated(group.path, "write pages to"):
                 written += group.arrays.grow(stop)
                 made = group.commit(first, source)
@@ -138,5 +139,5 @@ class RowWriter:
                 self._space.release(nbytes, written=written)
             finally:
                 with self._no_commits:
-                    self._num_commits -= 1
+                    self._num_commits -= is_counted
                     self._no_commits.notify_all()

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -269,19 +270,23 @@ class SegmentFormat:
     def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: Crcs) -> None:
         size = self.page_nbytes
         at_once = min(max(1, _WRITE_NBYTES // size), len(crcs))
-        buffer = transfer_buffer(at_once * size)
-        for start in range(0, len(crcs), at_once):
-            part = crcs[start : start + at_once]
-            memory = pages.memory.part(slice(first + start, first + start + len(part)))
-            try:
-                self._fixed.pack(self.spec, memory, buffer[: len(part) * size], part)
-            except ValueError:
-                for number in range(first + start, first + start + len(part)):
-                    place = (pages.number_of(number),)  # as the caller counts
-                    check_finite(pages.page(number), "a page", place)
-                raise
-            files.write_all(fd, buffer[: len(part) * size])
-            files.start_sync(fd)
+        with transfer_buffer(at_once * size) as buffer:
+            for start in range(0, len(crcs), at_once):
+                part = crcs[start : start + at_once]
+                records = buffer[: len(part) * size]
+                self._pack(pages, first + start, records, part)
+                files.write_all(fd, records)
+                files.start_sync(fd)
+
+    def _pack(self, pages: PageArrays, first: int, records: Bytes, crcs: Crcs) -> None:
+        memory = pages.memory.part(slice(first, first + len(crcs)))
+        try:
+            self._fixed.pack(self.spec, memory, records, crcs)
+        except ValueError:
+            for number in range(first, first + len(crcs)):
+                place = (pages.number_of(number),)  # as the caller counts
+                check_finite(pages.page(number), "a page", place)
+            raise
 
     def _write_variable(
         self, fd: int, pages: PageArrays, first: int, crcs: Crcs, sizes: LayerSizes
@@ -328,13 +333,20 @@ class SegmentFormat:
                 yield Piece(bounds[first], size, page, _AT_START, first, stop - first)
 
 
-def transfer_buffer(nbytes: int) -> Bytes:
-    """The calling thread's transfer buffer, valid until its next call."""
+@contextmanager
+def transfer_buffer(nbytes: int) -> Iterator[Bytes]:
+    """The calling thread's transfer buffer, inside the block.
+
+    Whoever interrupts the block, such as a signal handler, gets another one.
+    """
     buffer: Bytes | None = getattr(_buffers, "buffer", None)
+    _buffers.buffer = None
     if buffer is None or len(buffer) < nbytes:
         buffer = aligned(max(nbytes, _WRITE_NBYTES))
+    try:
+        yield buffer[:nbytes]
+    finally:
         _buffers.buffer = buffer
-    return buffer[:nbytes]
 
 
 def _pieces(starts: Numbers, ends: Numbers, first_layer: int, num_layers: int) -> Iterator[Piece]:

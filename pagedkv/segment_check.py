@@ -271,7 +271,7 @@ class _SegmentReading:
             return
         expected = derived_chunks(self.geometry, self.records, self.held)
         columns = self.place.columns()
-        if not any(map(files.exists, columns.values())):
+        if all(map(_is_missing, columns.values())):
             path = next(iter(columns.values()))
             self._add(path, Damage.COLUMN, Cost.NOTHING, _NOT_YET)
             return
@@ -372,3 +372,11 @@ def chunk_damage(chunk: Bytes, nbytes: int, crc: int) -> str:
     if actual == crc:
         return "has a wrong CRC32C behind it"
     return "has other bytes than were written: their CRC32C is wrong"
+
+
+def _is_missing(path: Path) -> bool:
+    """Whether there is nothing at all at ``path``."""
+    try:
+        return files.stamp(path) is None
+    except OSError:  # whatever it is, it is there
+        return False

@@ -496,6 +496,16 @@ class PageStore:
                 finally:
                     self.lane_lock.release()
 
+    def write_columns(self) -> None:
+        """Write the derived columns of the segments that lack them so far; ``close`` does it too.
+
+        Plain Zarr readers of a store that is being written see them from then on.
+        """
+        if self.lane_lock is not None and not self._closed:
+            for (lane, _), group in list(self._contents.groups.items()):
+                if lane == self.lane_lock.lane:
+                    group.write_columns()
+
     def abandon(self) -> None:
         """In a forked child: leave everything to the parent."""
         self._closed = f"the store {self.path} belongs to the process that forked this one"

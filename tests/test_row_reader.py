@@ -1,4 +1,6 @@
+import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from store_samples import (
     serve_nothing_now,
 )
 
+from pagedkv import files, segment_files
 from pagedkv import format as fmt
 from pagedkv.errors import CorruptPageError, PageNotFoundError
 from pagedkv.format import PackedRows, StoreRow, pack_row
+from pagedkv.row_reader import RowReader
+from pagedkv.segment import SegmentFormat
 from pagedkv.spec import KVSpec
 from pagedkv.store import PageStore
 
@@ -343,3 +348,75 @@ class TestSmallChunks:
         places = None if at is None else np.array(at, np.int64)
         with pytest.raises(ValueError, match="array"):
             small.store.read(small.rows[0][:1], out, at=places)
+
+
+def test_a_read_that_is_interrupted_by_another_read_is_right_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a signal handler may do it, between any two steps."""
+    sample = Sample(tmp_path / "cache.zarr", [make_spec(head_dim=64, page_tokens=16)])
+    pages = make_pages(sample.store.specs[0], NUM_PAGES)
+    out, other = empty_like(pages[:1]), empty_like(pages[:1])
+    read_now = SegmentFormat.read_now
+    interrupts: list[int] = []
+
+    def interrupted(form: SegmentFormat, *arguments: Any) -> int:
+        if not interrupts:
+            interrupts.append(1)
+            sample.store.read(sample.rows[0][5:6], other)
+        return read_now(form, *arguments)
+
+    monkeypatch.setattr(SegmentFormat, "read_now", interrupted)
+    sample.store.read(sample.rows[0][2:3], out)
+    assert bool(interrupts) == bool(files.preadv2_address())
+    assert same_bits(out, pages[2:3])
+    sample.store.close()
+
+
+def test_a_deadline_is_for_the_disk_and_not_for_what_comes_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels may have to be compiled."""
+    sample = Sample(tmp_path / "cache.zarr", [SPEC])
+    pages = make_pages(SPEC, NUM_PAGES)
+    really_wanted = RowReader._wanted
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return really_wanted(*arguments)
+
+    serve_nothing_now(monkeypatch)
+    monkeypatch.setattr(RowReader, "_wanted", slowly)
+    out = empty_like(pages[:2])
+    sample.store.read(sample.rows[0][:2], out, deadline=0.4)
+    assert same_bits(out, pages[:2])
+    sample.store.close()
+
+
+def test_a_batch_over_more_files_than_may_be_open_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_files, "MAX_OPEN", 1)
+    sample = Sample(tmp_path / "cache.zarr", [SPEC])
+    pages = make_pages(SPEC, NUM_PAGES)
+    sample.store.close()
+    with PageStore.open(sample.store.path, SPEC, mode="r") as store:
+        open_file, opened = files.open_file, set[int]()
+        close_file = files.close_file
+
+        def limited(path: Path, **options: Any) -> int:
+            if len(opened) >= 2:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            fd = open_file(path, **options)
+            opened.add(fd)
+            return fd
+
+        def closing(fd: int) -> None:
+            opened.discard(fd)
+            close_file(fd)
+
+        monkeypatch.setattr(files, "open_file", limited)
+        monkeypatch.setattr(files, "close_file", closing)
+        out = empty_like(pages)
+        store.read(sample.rows[0], out)
+        assert same_bits(out, pages)

@@ -405,7 +405,17 @@ def test_pieces_of_an_extent_follow_one_another_though_a_page_is_wanted_twice(
 
 
 def test_a_transfer_buffer_grows_and_is_used_again() -> None:
-    small = transfer_buffer(10)
-    assert len(small) == 10
-    assert np.shares_memory(small, transfer_buffer(20))
-    assert len(transfer_buffer(3 * 2**20)) == 3 * 2**20
+    with transfer_buffer(10) as small:
+        assert len(small) == 10
+    with transfer_buffer(20) as again:
+        assert np.shares_memory(small, again)
+    with transfer_buffer(3 * 2**20) as large:
+        assert len(large) == 3 * 2**20
+
+
+def test_who_interrupts_the_use_of_a_transfer_buffer_gets_another() -> None:
+    with transfer_buffer(10) as outer:
+        with transfer_buffer(10) as inner:
+            assert not np.shares_memory(outer, inner)
+        with transfer_buffer(10) as inner:
+            assert not np.shares_memory(outer, inner)

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import torch
-from measure.compare import Bench, Target, Timed, Unit, gigabytes_a_second, run
+from measure.compare import Bench, Target, Timed, Unit, gigabytes_a_second, rested, run
 from measure.pages import seconds_of
 
 import pagedkv as pk
@@ -80,11 +80,9 @@ def decode(bench: Bench) -> None:
         expected = _sdpa(q, k, v)
         _check(sample.attend(), expected)
         peers: dict[str, Timed | None] = {
-            "torch SDPA, contiguous": lambda: seconds_of(lambda: _sdpa(q, k, v)),
-            "torch matrix products by group, contiguous": lambda: seconds_of(
-                lambda: _grouped(q, k, v)
-            ),
-            "gather, then torch SDPA": lambda: seconds_of(lambda: _gathered(sample)),
+            "torch SDPA, contiguous": _timed(lambda: _sdpa(q, k, v)),
+            "torch matrix products by group, contiguous": _timed(lambda: _grouped(q, k, v)),
+            "gather, then torch SDPA": _timed(lambda: _gathered(sample)),
         }
         targets = {name: Target(ratio=r) for name, r in zip(peers, (4, 2, 12), strict=True)}
         case = f"decode {num_tokens} float32"
@@ -123,13 +121,13 @@ def prefill(bench: Bench) -> None:
             f"prefill {num_tokens} float32",
             MILLISECONDS,
             _timed(sample.attend),
-            {name: lambda: seconds_of(lambda: _sdpa(q, k, v))},
+            {name: _timed(lambda: _sdpa(q, k, v))},
             targets={name: Target(ratio=1 / 1.2)},
         )
 
 
 def _timed(work: Callable[[], object]) -> Timed:
-    return lambda: seconds_of(work)
+    return rested(lambda: seconds_of(work))
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -325,7 +325,9 @@ def _attend(
         store(place, weight)
     store(total, weight_sum)
 
-    to_next_keys = ahead + keys - values
+    to_next_keys = (
+        keys - values + (row_nbytes if head + 1 < num_heads else ahead - head * row_nbytes)
+    )
     for c in range(0, num_channels, LANES * (LANES // together)):
         _weigh(
             together,
@@ -385,6 +387,14 @@ def _load_up_to(address: Any, count: Any, dtype: Any) -> Any:
 
 
 @inlined
+def _row(keys: Any, token: Any, token_nbytes: Any, last: Any) -> Any:
+    """Where a token's keys are; for token 0 without doubt, so that it is loaded once for all."""
+    if token == 0:
+        return keys
+    return keys + min(token * token_nbytes, last)
+
+
+@inlined
 def _scores(
     together: Any,
     q: Any,
@@ -401,13 +411,13 @@ def _scores(
     """
     size, last = item_nbytes(dtype), (num_tokens - 1) * token_nbytes
     k0 = keys
-    k1 = keys + min(1 // together * token_nbytes, last)
-    k2 = keys + min(2 // together * token_nbytes, last)
-    k3 = keys + min(3 // together * token_nbytes, last)
-    k4 = keys + min(4 // together * token_nbytes, last)
-    k5 = keys + min(5 // together * token_nbytes, last)
-    k6 = keys + min(6 // together * token_nbytes, last)
-    k7 = keys + min(7 // together * token_nbytes, last)
+    k1 = _row(keys, 1 // together, token_nbytes, last)
+    k2 = _row(keys, 2 // together, token_nbytes, last)
+    k3 = _row(keys, 3 // together, token_nbytes, last)
+    k4 = _row(keys, 4 // together, token_nbytes, last)
+    k5 = _row(keys, 5 // together, token_nbytes, last)
+    k6 = _row(keys, 6 // together, token_nbytes, last)
+    k7 = _row(keys, 7 // together, token_nbytes, last)
     q0 = q
     q1 = q + 4 * (1 % together * padded)
     q2 = q + 4 * (2 % together * padded)

@@ -1,31 +1,64 @@
 """Threads that share work among them: for kernels, which hold no GIL."""
 
+import ctypes
+import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-_pool: ThreadPoolExecutor | None = None
+
+class _Worker:
+    """One thread."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="pagedkv-worker")
+        self._thread_id = self._executor.submit(threading.get_native_id).result()
+
+    def start(self, function: Callable[..., _T], *arguments: Any) -> "Future[_T]":
+        """Call a function in the thread, but not on the processor that the caller runs on.
+
+        Linux wakes a thread where its waker runs, and lets it wait there for milliseconds though
+        another processor is idle.
+        """
+        here = _this_processor()
+        if here is not None:
+            others = os.sched_getaffinity(0) - {here}
+            if others:
+                os.sched_setaffinity(self._thread_id, others)
+        return self._executor.submit(function, *arguments)
+
+
+_workers: list[_Worker] = []
+_lock = threading.Lock()
 
 
 def count() -> int:
-    """Processors that this process may use."""
+    """Processors that this thread may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def start(function: Callable[..., _T], *arguments: Any) -> "Future[_T]":
-    """Call a function in one of the threads."""
-    global _pool  # noqa: PLW0603 - made once in each process
-    if _pool is None:
-        _pool = ThreadPoolExecutor(count(), thread_name_prefix="pagedkv-worker")
-    return _pool.submit(function, *arguments)
+def start(function: Callable[..., _T], *arguments: Any, number: int = 0) -> "Future[_T]":
+    """Call a function in one of the threads.
+
+    Args:
+        function: What to call.
+        *arguments: With what.
+        number: Which thread; it is made if need be.
+    """
+    while len(_workers) <= number:
+        with _lock:
+            if len(_workers) <= number:
+                _workers.append(_Worker())
+    return _workers[number].start(function, *arguments)
 
 
 def run_all(tasks: Sequence[Callable[[], None]]) -> None:
     """Run tasks at once, the first one in the calling thread; raises what one of them raised."""
-    others = [start(task) for task in tasks[1:]]
+    others = [start(task, number=number) for number, task in enumerate(tasks[1:])]
     try:
         for task in tasks[:1]:
             task()
@@ -36,10 +69,24 @@ def run_all(tasks: Sequence[Callable[[], None]]) -> None:
             raise error
 
 
+@functools.cache
+def _sched_getcpu() -> "Callable[[], int] | None":
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    return getattr(ctypes.CDLL(None), "sched_getcpu", None)
+
+
+def _this_processor() -> int | None:
+    """The processor that this thread runs on; None if the system does not tell."""
+    function = _sched_getcpu()
+    return None if function is None else function()
+
+
 def _forget() -> None:
     """In a forked child the threads are gone."""
-    global _pool  # noqa: PLW0603 - the same
-    _pool = None
+    global _lock  # noqa: PLW0603 - another thread may have held it
+    _workers.clear()
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

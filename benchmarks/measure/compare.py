@@ -5,6 +5,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -39,6 +40,19 @@ class Unit:
     def ratio(self, ours: float, peer: float) -> float:
         """How many times better ours is."""
         return ours / peer if self.is_rate else peer / ours
+
+
+def rested(timed: Timed) -> Timed:
+    """The same, begun when the threads of what ran before have gone to sleep.
+
+    OpenMP's threads wait for more work in a loop for a while, and would take a core from others.
+    """
+
+    def begin() -> float:
+        time.sleep(0.05)
+        return timed()
+
+    return begin
 
 
 def gigabytes_a_second(nbytes: int, of: str = "") -> Unit:

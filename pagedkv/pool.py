@@ -52,6 +52,8 @@ class SlotPool:
         memory = _map_memory(num_slots * spec.page_nbytes, path)
         self.array: Array = np.frombuffer(memory, dtype=spec.np_dtype).reshape(shape)
         """All slots: ``(layer, kind, slot, token, head, channel)``."""
+        self.address: int = self.array.__array_interface__["data"][0]
+        """Where it begins in memory."""
         self.by_page: Array = np.moveaxis(self.array, 2, 0)
         """The same, ``(slot, layer, kind, token, head, channel)``."""
         self._free_flags = bytearray(b"\1") * num_slots  # one slot's flag is quicker than in numpy

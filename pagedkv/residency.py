@@ -61,6 +61,8 @@ class Residency:
         """The other candidates of the policy."""
         self.spill: SpillFile | None = None
         """Exact copies of pages of live sequences, once there are any."""
+        self.version = 0
+        """Changes with every change of any page's slot."""
         self._policy = policy
         self._owner: list[Page | None] = [None] * pool.num_slots
         self._held: OrderedDict[Page, None] = OrderedDict()  # resident and of a live sequence
@@ -147,6 +149,19 @@ class Residency:
                     self._settle(page)
             self.lock.notify_all()
 
+    @contextmanager
+    def using(self, slots: Sequence[int]) -> Iterator[None]:
+        """The same for slots whose pages the caller's live sequence holds."""
+        self.num_copying += 1
+        self.pool.pin_all(slots)
+        try:
+            with self.lock.unlocked:
+                yield
+        finally:
+            self.num_copying -= 1
+            self.pool.unpin_all(slots)
+            self.lock.notify_all()
+
     def touch(self, pages: Sequence[Page]) -> None:
         """Note that a run of pages was used, the root of it last, so that it stays longest."""
         for page in reversed(pages):
@@ -160,6 +175,7 @@ class Residency:
         """Put a page that has no slot into an allocated one."""
         assert page.slot is None
         page.slot = slot
+        self.version += 1
         self._owner[slot] = page
         if page.ref_count:
             self._held[page] = None
@@ -206,6 +222,7 @@ class Residency:
         """Put a fresh page with a key, and no row, into a slot that has its bytes already."""
         assert page.key is not None
         page.slot = slot
+        self.version += 1
         self._owner[slot] = page
         self.index[page.key] = page
         page.ranked = True
@@ -228,6 +245,7 @@ class Residency:
         self._policy.discard(key)
         del self.index[key]
         page.slot = self._owner[slot] = None
+        self.version += 1
         return slot
 
     def set_stored(self, pages: Sequence[Page], rows: Sequence[StoreRow], *, exact: bool) -> None:
@@ -334,6 +352,7 @@ class Residency:
             self._held.pop(page, None)
         self._owner[slot] = None
         page.slot = None
+        self.version += 1
         self.pool.free(slot)
 
     def _rank(self, page: Page) -> None:

@@ -52,6 +52,7 @@ class Sequence:
         self._filled = [0] * cache.num_layers
         self._spare: list[list[Array]] = [[] for _ in groups]  # buffers of gather
         self._staging: list[list[Array]] = [[] for _ in groups]  # and of attend
+        self._resident = [slices.ResidentRun() for _ in groups]
         self._is_closed = False
         self._page_tokens = groups[0].spec.page_tokens
 
@@ -226,7 +227,8 @@ class Sequence:
         attention = PageAttention(spec, q, self._filled[layer], rule)
         pages = self._tables[number][: _pages_of(self._filled[layer], self._page_tokens)]
         moves = self._groups[number].moves
-        slices.attend(moves, pages, local, attention, self._staging[number])
+        known = self._resident[number]
+        slices.attend(moves, pages, local, attention, self._staging[number], known)
         return attention.result()
 
     def commit(self, tokens: npt.ArrayLike) -> None:

@@ -14,6 +14,7 @@ from pagedkv.moves import Mover
 from pagedkv.page import Page
 from pagedkv.page_attention import PageAttention
 from pagedkv.pool import SlotPool
+from pagedkv.residency import Residency
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
@@ -107,12 +108,38 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
             spare.append(buffer)
 
 
+class ResidentRun:
+    """Where a sequence's pages are if all are in the pool: the same for every layer of a step.
+
+    Attributes:
+        slots: Slot of each page from the first wanted one on; empty if not all are there.
+        array: The same.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.array: Numbers = np.zeros(0, np.int64)
+        self._of: tuple[int, int, int] | None = None
+
+    def is_valid(self, places: Residency, pages: Sequence[Page], first: int) -> bool:
+        """Whether all pages from ``first`` on are in the pool; called with the lock held."""
+        places.wait_readable(pages[first:] if places.num_moving else ())
+        now = (places.version, len(pages), first)
+        if self._of != now or places.num_moving:
+            slots = [page.slot for page in pages[first:]]
+            self.slots = [] if None in slots else [slot for slot in slots if slot is not None]
+            self.array = np.array(self.slots, np.int64)
+            self._of = now
+        return bool(self.slots)
+
+
 def attend(
     moves: Mover,
     pages: Sequence[Page],
     layer: int,
     attention: PageAttention,
     staging: list[Array],
+    known: ResidentRun,
 ) -> None:
     """Attend to one layer of consecutive pages: in the pool, and from a staging buffer.
 
@@ -125,6 +152,7 @@ def attend(
         layer: Layer within the group.
         attention: The queries.
         staging: Two buffers that the sequence keeps, made here when they are first needed.
+        known: What the sequence keeps of the last call, for the next layer.
 
     Raises:
         CorruptPageError: A page that is only on disk came back damaged.
@@ -132,8 +160,11 @@ def attend(
     """
     first, step, spec = attention.first_page, len(pages), moves.places.spec
     with moves.places.lock:
-        is_resident = None not in [page.slot for page in pages[first:]]
-    if not is_resident:
+        if known.is_valid(moves.places, pages, first):
+            with moves.places.using(known.slots):
+                attention.attend(first, *_addresses(moves.places.pool, layer, known.array))
+            return
+    if not known.slots:
         num_chunks = _STAGED_NBYTES // 2 // (attention.chunk_pages * spec.layer_nbytes)
         step = max(1, num_chunks) * attention.chunk_pages
         while len(staging) < 2:
@@ -148,7 +179,7 @@ def attend(
             if reading is not None:
                 reading.result()
                 reading = None
-            if not is_resident:
+            if not known.slots:
                 wave.stage(staging[number % 2])
                 if number + 1 < len(waves):
                     reading = workers.start(waves[number + 1].stage, staging[(number + 1) % 2])
@@ -156,6 +187,13 @@ def attend(
     finally:
         if reading is not None:
             reading.exception()  # nobody writes into the buffer any more
+
+
+def _addresses(pool: SlotPool, layer: int, slots: Numbers) -> tuple[Numbers, Numbers]:
+    """Where the keys and the values of slots begin."""
+    array = pool.array
+    keys = slots * array.strides[2] + (pool.address + layer * array.strides[0])
+    return keys, keys + array.strides[1]
 
 
 class _Wave:
@@ -201,7 +239,7 @@ class _Wave:
                     if self._staged:
                         resident = [p for n, p in enumerate(resident) if n not in self._staged]
                     with places.copying(resident):
-                        attention.attend(self._number, *self._addresses(slots))
+                        attention.attend(self._number, *self._places(slots))
                     return
             self.stage(self._buffer if self._buffer is not None else staging[0])
 
@@ -210,12 +248,10 @@ class _Wave:
             n for n, page in enumerate(self._pages) if page.slot is None and n not in self._staged
         ]
 
-    def _addresses(self, slots: Sequence[int | None]) -> tuple[Numbers, Numbers]:
+    def _places(self, slots: Sequence[int | None]) -> tuple[Numbers, Numbers]:
         """Where the keys and the values of each page begin, by its slot or where it is staged."""
-        pool = self._moves.places.pool.array
-        start = pool.__array_interface__["data"][0] + self._layer * pool.strides[0]
-        keys = start + np.array(slots, np.int64) * pool.strides[2]
-        values = keys + pool.strides[1]
+        numbers = np.array(slots, np.int64)
+        keys, values = _addresses(self._moves.places.pool, self._layer, numbers)
         if self._staged:
             assert self._buffer is not None
             staged = np.array(list(self._staged.items()), np.int64)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -27,8 +28,9 @@ class _Worker:
         here = _this_processor()
         if here is not None:
             others = os.sched_getaffinity(0) - {here}
-            if others:
-                os.sched_setaffinity(self._thread_id, others)
+            with suppress(OSError):  # where it is forbidden the thread waits
+                if others:
+                    os.sched_setaffinity(self._thread_id, others)
         return self._executor.submit(function, *arguments)
 
 

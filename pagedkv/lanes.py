@@ -18,7 +18,6 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _STORED = {types.float32: _F32, types.float16: _F16, types.uint16: _I16, types.int8: _I8}
 _NBYTES = {types.float32: 4, types.float16: 2, types.uint16: 2, types.int8: 1}
-_FLAGS = ("reassoc", "contract")
 
 _SERIES = (
     1.0,

@@ -125,6 +125,7 @@ class SlotPool:
         """``pin`` many slots, in less time."""
         pins, num_new = self.pins, 0
         for slot in slots:
+            assert not self._free_flags[slot], f"slot {slot} is free"
             if not pins[slot]:
                 num_new += 1
             pins[slot] += 1
@@ -134,6 +135,7 @@ class SlotPool:
         """Take one pin back of each of ``pin_all``."""
         pins, num_free = self.pins, 0
         for slot in slots:
+            assert pins[slot] > 0, f"slot {slot} is not pinned"
             pins[slot] -= 1
             if not pins[slot]:
                 num_free += 1

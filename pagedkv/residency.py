@@ -136,18 +136,13 @@ class Residency:
         Who needs a slot waits for the block's end.
         """
         slots = [_slot(page) for page in pages]
-        self.num_copying += 1
-        self.pool.pin_all(slots)
         try:
-            with self.lock.unlocked:
+            with self.using(slots):
                 yield
         finally:
-            self.num_copying -= 1
-            self.pool.unpin_all(slots)
             for page in pages:
                 if not page.ref_count:
                     self._settle(page)
-            self.lock.notify_all()
 
     @contextmanager
     def using(self, slots: Sequence[int]) -> Iterator[None]:

@@ -75,7 +75,8 @@ def attend_pages(
         window: So many tokens does a query see, itself included; 0 for all before it.
         cap: Scores are capped to ``cap * tanh(score / cap)``; 0 for no cap. Without a cap the
             queries' scale includes log2(e).
-        keys: Address of each page's keys, ``(token, head, channel)``, int64.
+        keys: Address of each page's keys, ``(token, head, channel)``, int64; pages with 0 are
+            left out.
         values: Address of each page's values, the same.
         first: Position of the first page's first token.
         stop: Position behind the last token that there is.
@@ -96,7 +97,10 @@ def attend_pages(
     num_blocks = num_q_heads // together
     row_nbytes = num_channels * item_nbytes(dtype)
     for page in range(len(keys)):
-        ahead = keys[min(page + 1, len(keys) - 1)] - keys[page]
+        if keys[page] == 0:
+            continue
+        after = keys[min(page + 1, len(keys) - 1)]
+        ahead = after - keys[page] if after else 0
         chunk = page // chunk_pages
         for query in range(num_queries):
             seen = position + query + 1 - (first + page * page_tokens)

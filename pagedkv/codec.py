@@ -9,6 +9,7 @@ import numpy.typing as npt
 from pagedkv.int8 import Int8, Scales, check_finite
 from pagedkv.lossless import Lossless
 from pagedkv.memory import PageMemory
+from pagedkv.payloads import Payloads
 from pagedkv.raw import Raw
 from pagedkv.records import Bytes, Crcs, FiledRecords
 from pagedkv.spec import KVSpec
@@ -17,10 +18,12 @@ __all__ = [
     "Bytes",
     "Codec",
     "Crcs",
+    "Decoder",
     "FiledRecords",
     "FixedCodec",
     "Int8",
     "Lossless",
+    "Payloads",
     "Raw",
     "Scales",
     "check_finite",
@@ -60,32 +63,14 @@ class Codec(Protocol):
         """JSON-serialisable description; ``codec_from_dict`` is the inverse."""
 
 
-class FixedCodec(Codec, Protocol):
-    """A codec whose encoded layers all have ``layer_nbytes`` bytes.
+class Decoder(Protocol):
+    """What is needed to read the records of a ``FixedCodec``.
 
     A *record* is one page: for each layer its payload and the payload's CRC32C, little-endian.
-    ``pack`` and ``unpack`` hold no GIL, and agree with ``encode`` and ``decode`` to the bit.
     """
 
-    def encode(self, spec: KVSpec, layer: npt.NDArray[Any], out: Bytes) -> None:
-        """Encode ``layer``, ``(kind, token, head, channel)``, maybe strided, into ``out``.
-
-        ``ValueError`` if the codec cannot represent a number, its position named.
-        """
-
-    def pack(self, spec: KVSpec, pages: PageMemory, out: Bytes, crcs: Crcs) -> None:
-        """Encode whole pages into consecutive records.
-
-        Args:
-            spec: Geometry of the pages.
-            pages: The pages in memory.
-            out: As many bytes as the records have, C-contiguous.
-            crcs: Filled with the CRC of each payload, ``(page, layer)``.
-
-        Raises:
-            ValueError: The codec cannot represent a number; its position ``(page, layer, kind,
-                token, head, channel)`` is named, and ``out`` and ``crcs`` are undefined.
-        """
+    def decode(self, spec: KVSpec, payload: Bytes, out: npt.NDArray[Any]) -> None:
+        """Decode ``payload`` into ``out``, ``(kind, token, head, channel)``, maybe strided."""
 
     def unpack(
         self,
@@ -132,6 +117,33 @@ class FixedCodec(Codec, Protocol):
 
         Returns:
             Reads that would have had to wait for a disk, or that the system refused.
+        """
+
+
+class FixedCodec(Codec, Decoder, Protocol):
+    """A codec whose encoded layers all have ``layer_nbytes`` bytes.
+
+    ``pack`` and ``unpack`` hold no GIL, and agree with ``encode`` and ``decode`` to the bit.
+    """
+
+    def encode(self, spec: KVSpec, layer: npt.NDArray[Any], out: Bytes) -> None:
+        """Encode ``layer``, ``(kind, token, head, channel)``, maybe strided, into ``out``.
+
+        ``ValueError`` if the codec cannot represent a number, its position named.
+        """
+
+    def pack(self, spec: KVSpec, pages: PageMemory, out: Bytes, crcs: Crcs) -> None:
+        """Encode whole pages into consecutive records.
+
+        Args:
+            spec: Geometry of the pages.
+            pages: The pages in memory.
+            out: As many bytes as the records have, C-contiguous.
+            crcs: Filled with the CRC of each payload, ``(page, layer)``.
+
+        Raises:
+            ValueError: The codec cannot represent a number; its position ``(page, layer, kind,
+                token, head, channel)`` is named, and ``out`` and ``crcs`` are undefined.
         """
 
 

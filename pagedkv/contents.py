@@ -46,6 +46,8 @@ class Contents:
     Attributes:
         groups: The lane groups by lane and index into the specs.
         indexes: Rows by key, for each spec.
+        formats: How the segment files of each spec are written and read.
+        payload_formats: The same, for readers that want payloads as they are.
         lock: Guards all of it.
         num_dropped: Segments that were given up, by whomever, since the store was opened.
     """
@@ -59,6 +61,7 @@ class Contents:
             SegmentFormat(spec, header.codec, Geometry.of(spec, header.codec, rows))
             for spec, rows in zip(header.specs, header.segment_rows, strict=True)
         ]
+        self.payload_formats = [form.of_payloads() for form in self.formats]
         self.num_dropped = 0
         self._maps: OrderedDict[Place, SegmentMap] = OrderedDict()
         self._maps_nbytes = 0

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,18 @@ _OVERFLOWS = {"float16": (0x4401, 2), "bfloat16": (0x7C01, 5)}
 """From which scale on, and by how much, bits of scales are raised: 127 times the scale that is due
 would round to infinity. The raised one times the largest integer it meets does not."""
 _NEVER = (0xFFFF, 0)
+
+
+class Int8Layout(NamedTuple):
+    """Where things are in a payload of two kinds."""
+
+    keys: int
+    """From the payload to the integers of its keys."""
+    values: int
+    """From the payload to the integers of its values."""
+    scales: tuple[int, int, int]
+    """From these keys and values to their scales; and bit ``kind`` is set if a scale of it covers a
+    channel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +192,13 @@ class Int8:
             "key_scales": self.key_scales,
             "value_scales": self.value_scales,
         }
+
+    def layout(self, spec: KVSpec) -> Int8Layout:
+        """Where keys, values and their scales are in a payload; for specs with two kinds."""
+        key_nbytes, value_nbytes = (2 * math.prod(s) for s in self._scale_shapes(spec.layer_shape))
+        keys = key_nbytes + value_nbytes
+        values = keys + math.prod(spec.layer_shape[1:])
+        return Int8Layout(keys, values, (-keys, key_nbytes - values, self._by_channel))
 
     def shape_nbytes(self, shape: tuple[int, ...]) -> int:
         """Payload bytes of an array of shape ``(kind, token, head, channel)``."""

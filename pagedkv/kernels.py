@@ -132,6 +132,22 @@ def unpack_raw(
 
 
 @kernel
+def check_payloads(payloads: Any, nbytes: Any, crcs: Any, good: Any) -> None:
+    """Clear the flag of each payload whose checksums are not as expected.
+
+    Args:
+        payloads: Address of each, int64; its checksum is behind it.
+        nbytes: Bytes of each.
+        crcs: Expected checksums, uint32.
+        good: Flag of each, bool; those that are cleared already are not looked at.
+    """
+    for number in range(len(payloads)):
+        if good[number]:
+            stored = load_half_word(payloads[number] + nbytes)
+            good[number] = stored == crcs[number] and crc32c(payloads[number], nbytes) == stored
+
+
+@kernel
 def pack_int8(
     pages: Any,
     layer_stride: Any,

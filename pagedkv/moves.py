@@ -2,15 +2,19 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.codec import Int8, Raw
 from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
 from pagedkv.format import PageEntry, StoreRow
+from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
+from pagedkv.page_reader import PayloadViews
+from pagedkv.records import compiled
 from pagedkv.residency import Residency
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.spill import SpillFile
@@ -42,6 +46,9 @@ class Mover:
     Attributes:
         batch: Most pages that are read or written at once.
         can_write: Whether there is a store that takes pages.
+        record_layout: What one layer of a page looks like in the store, if it is attended as it is.
+        maps_store: Whether pages in the store are attended where they are.
+        payload_nbytes: Bytes of one layer of a page in the store; the most they can be.
     """
 
     def __init__(
@@ -60,6 +67,14 @@ class Mover:
         self._num_given_up = 0
         self._page_nbytes = self._spec.page_nbytes
         self.batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
+        codec = Raw() if store is None else store.codec
+        has_kernels = compiled() is not None
+        has_records = isinstance(codec, Int8) and has_kernels and self._spec.num_kinds == 2
+        self.record_layout = (
+            codec.layout(self._spec) if has_records and isinstance(codec, Int8) else None
+        )
+        self.maps_store = store is not None and store.memory_map and has_kernels
+        self.payload_nbytes = codec.layer_nbytes(self._spec)
 
     # -- what is where -----------------------------------------------------------------------
 
@@ -241,10 +256,18 @@ class Mover:
                 for page, _ in foreign:
                     self.places.set_row(page, None, exact=False)
 
-    def read_slices(self, pages: Sequence[Page], layer: int, out: Sequence[Array]) -> None:
-        """Read one layer of pages from disk, each into ``(kind, token, head, channel)``.
+    def read_slices(
+        self, pages: Sequence[Page], layer: int, out: Array, at: Numbers | None = None
+    ) -> None:
+        """Read one layer of pages from disk.
 
         Called without the lock, by the owner of a sequence that holds the pages.
+
+        Args:
+            pages: Which.
+            layer: Layer within the group.
+            out: ``(page, kind, token, head, channel)``.
+            at: For each page its place in ``out``; 0, 1, … by default.
 
         Raises:
             CorruptPageError: A page came back damaged.
@@ -252,19 +275,60 @@ class Mover:
         if not pages:
             return
         began = time.perf_counter()
-        stored = []
-        for page, to in zip(pages, out, strict=True):
-            if page.spill is None:
-                stored.append((page, to))
-            else:
-                assert self.places.spill is not None
-                self.places.spill.read_layer(page.spill, layer, to)
-        while stored:
-            stored = self._read_layer(stored, layer)
-        with self.places.lock:
-            self._counters.num_slices_loaded += len(pages)
-            self._counters.bytes_read += len(pages) * self._spec.layer_nbytes
-            self._counters.read_seconds += time.perf_counter() - began
+        at = np.arange(len(pages)) if at is None else at
+        spilled = [number for number, page in enumerate(pages) if page.spill is not None]
+        for number in spilled:
+            record = pages[number].spill
+            assert record is not None
+            assert self.places.spill is not None
+            self.places.spill.read_layer(record, layer, out[at[number]])
+        if len(spilled) < len(pages):
+            left = np.delete(np.arange(len(pages)), spilled)
+            stored = [pages[number] for number in left.tolist()]
+            assert self.store is not None
+            self._read_stored(self.store.read_layer, stored, layer, out, at[left])
+        self._count_loaded(len(pages), began)
+
+    def has_payload(self, page: Page) -> bool:
+        """Whether a page that is not in the pool is attended as the store holds it."""
+        is_attended_so = self.record_layout is not None or self.maps_store
+        return is_attended_so and page.spill is None and page.row is not None
+
+    def staged_nbytes(self, page: Page) -> int:
+        """What one layer of a page takes in a staging buffer if it is not in the pool."""
+        return self.payload_nbytes if self.has_payload(page) else self._spec.layer_nbytes
+
+    def read_payloads(self, pages: Sequence[Page], layer: int, out: Array) -> None:
+        """Read one layer of pages as the store holds them, uint8 ``(page, 1, 1, 1, byte)``.
+
+        Called without the lock, by the owner of a sequence that holds the pages.
+
+        Raises:
+            CorruptPageError: A page came back damaged.
+        """
+        began = time.perf_counter()
+        assert self.store is not None
+        self._read_stored(self.store.read_payloads, pages, layer, out, np.arange(len(pages)))
+        self._count_loaded(len(pages), began)
+
+    def view_payloads(self, pages: Sequence[Page], layer: int) -> PayloadViews:
+        """Where the store holds one layer of pages; it is mapped into memory.
+
+        Called without the lock, by the owner of a sequence that holds the pages.
+
+        Raises:
+            CorruptPageError: A page is damaged.
+        """
+        assert self.store is not None
+        began = time.perf_counter()
+        while True:
+            try:
+                views = self.store.view_payloads(_rows_of(pages), layer)
+                break
+            except CorruptPageError as error:
+                self._find_moved([pages[number] for number in error.positions], error)
+        self._count_loaded(len(pages), began)
+        return views
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -381,23 +445,34 @@ class Mover:
                 self.places.set_row(page, row, exact=page.exact)
         return lost
 
-    def _read_layer(
-        self, wanted: Sequence[tuple[Page, Array]], layer: int
-    ) -> list[tuple[Page, Array]]:
-        """Read one layer of pages in the store; those that have moved, and must be read again."""
-        assert self.store is not None
-        rows = [page.row for page, _ in wanted]
-        if None in rows:
-            raise _lost(wanted[rows.index(None)][0].key)
-        try:
-            self.store.read_layer([_row(row) for row in rows], layer, [to for _, to in wanted])
-        except CorruptPageError as error:
-            moved = [wanted[number] for number in error.positions]
-            with self.places.lock:
-                if not moved or self._look_again([page for page, _ in moved]):
-                    raise
-            return moved
-        return []
+    def _read_stored(
+        self,
+        read: Callable[..., None],
+        pages: Sequence[Page],
+        layer: int,
+        out: Array,
+        at: Numbers,
+    ) -> None:
+        """Read one layer of pages in the store, without the lock; moved ones where they are now."""
+        while len(pages):
+            try:
+                read(_rows_of(pages), layer, out, at=at)
+                return
+            except CorruptPageError as error:
+                pages, at = [pages[number] for number in error.positions], at[[*error.positions]]
+                self._find_moved(pages, error)
+
+    def _find_moved(self, pages: Sequence[Page], error: CorruptPageError) -> None:
+        """Find where pages are now that could not be read; raises the error if one is nowhere."""
+        with self.places.lock:
+            if not pages or self._look_again(pages):
+                raise error
+
+    def _count_loaded(self, num_slices: int, began: float) -> None:
+        with self.places.lock:
+            self._counters.num_slices_loaded += num_slices
+            self._counters.bytes_read += num_slices * self._spec.layer_nbytes
+            self._counters.read_seconds += time.perf_counter() - began
 
     def _write_to_store(self, pages: Sequence[Page]) -> None:
         assert self.store is not None
@@ -470,6 +545,16 @@ def _is_unstored(page: Page) -> bool:
 def _slot(page: Page) -> int:
     assert page.slot is not None
     return page.slot
+
+
+def _rows_of(pages: Sequence[Page]) -> list[StoreRow]:
+    """Their rows; ``CorruptPageError`` if one has none."""
+    rows = []
+    for page in pages:
+        if page.row is None:
+            raise _lost(page.key)
+        rows.append(page.row)
+    return rows
 
 
 def _row(row: StoreRow | None) -> StoreRow:

@@ -8,12 +8,13 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import records, workers
+from pagedkv.int8 import Int8Layout
 from pagedkv.memory import Numbers
 from pagedkv.spec import KVSpec
 
@@ -30,7 +31,20 @@ _KERNEL_DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),  # as the kernels call it
+    "int8": np.dtype(np.int8),
 }
+_NO_SCALES = (0, 0, 0)
+
+
+class Places(NamedTuple):
+    """Where one layer of consecutive pages lies in memory."""
+
+    keys: Numbers
+    """Address of each page's keys ``(token, head, channel)``; 0 for pages that are records."""
+    values: Numbers
+    """Address of each page's values; the same."""
+    records: Numbers | None = None
+    """Address of each record of INT8; 0 for all other pages. None if no page is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +85,19 @@ class PageAttention:
         queries: ``(token, q_head, channel)`` of the last tokens.
         num_tokens: Tokens of the sequence.
         rule: What they see.
+        records: What records of INT8 look like, if some pages may be such.
     """
 
-    def __init__(self, spec: KVSpec, queries: Array, num_tokens: int, rule: AttentionRule) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        queries: Array,
+        num_tokens: int,
+        rule: AttentionRule,
+        records: Int8Layout | None = None,
+    ) -> None:
         self._spec = spec
+        self._records = records
         self._rule = rule
         self._num_tokens = num_tokens
         self._dtype = queries.dtype
@@ -100,47 +123,68 @@ class PageAttention:
         self._total = np.zeros((self._num_chunks, *state), np.float32)
         self._merged = np.zeros((self._num_chunks, *padded), np.float32)
 
-    def attend(self, first_page: int, keys: Numbers, values: Numbers) -> None:
+    def attend(self, first_page: int, places: Places) -> None:
         """Attend to consecutive pages.
 
         Args:
             first_page: Number of the first of them, which begins a chunk.
-            keys: Address of each page's keys ``(token, head, channel)``.
-            values: Address of each page's values.
+            places: Where they are.
         """
-        num_chunks = -(-len(keys) // self.chunk_pages)
-        nbytes = len(keys) * self._spec.layer_nbytes
+        num_pages = len(places.keys)
+        num_chunks = -(-num_pages // self.chunk_pages)
+        nbytes = num_pages * self._spec.layer_nbytes
         num_parts = min(num_chunks, workers.count()) if nbytes >= _MANY_NBYTES else 1
         cuts = [num_chunks * part // num_parts for part in range(num_parts + 1)]
+        parts = [partial(self._attend, first_page, places, *ends) for ends in pairwise(cuts)]
+        workers.run_all(parts)
+
+    def _attend(self, first_page: int, places: Places, begin: int, end: int) -> None:
+        """Attend to the chunks ``begin..end`` of some pages."""
+        spec = self._spec
         skipped = (first_page - self.first_page) // self.chunk_pages
+        part = slice(begin * self.chunk_pages, end * self.chunk_pages)
+        chunks = slice(skipped + begin, skipped + end)
+        first_token = (first_page + part.start) * spec.page_tokens
+        keys, values, records = places
+        self._call(keys[part], values[part], first_token, chunks, _NO_SCALES, spec.dtype)
+        if self._records is not None and records is not None:
+            layout = self._records
+            keys, values = records[part] + layout.keys, records[part] + layout.values
+            keys[records[part] == 0] = 0
+            self._call(keys, values, first_token, chunks, layout.scales, "int8")
 
-        def task(begin: int, end: int) -> None:
-            from pagedkv import attention_kernels
+    def _call(
+        self,
+        keys: Numbers,
+        values: Numbers,
+        first_token: int,
+        chunks: slice,
+        scales: tuple[int, int, int],
+        dtype: str,
+    ) -> None:
+        """Let the kernel attend to pages of one kind; an address of 0 stands for another kind."""
+        from pagedkv import attention_kernels
 
-            spec = self._spec
-            part = slice(begin * self.chunk_pages, end * self.chunk_pages)
-            chunks = slice(skipped + begin, skipped + end)
-            size = attention_kernels.scratch_floats(spec.page_tokens, spec.head_dim)
-            attention_kernels.attend_pages(
-                self._queries,
-                self._position,
-                self._rule.window or 0,
-                np.float32(self._rule.soft_cap or 0),
-                keys[part],
-                values[part],
-                (first_page + part.start) * spec.page_tokens,
-                self._num_tokens,
-                self.chunk_pages,
-                (spec.page_tokens, spec.head_dim, 0, 0, 0),
-                self._together,
-                _KERNEL_DTYPES[spec.dtype],
-                np.empty(size, np.float32),
-                self._best[chunks],
-                self._total[chunks],
-                self._merged[chunks],
-            )
-
-        workers.run_all([partial(task, *ends) for ends in pairwise(cuts)])
+        spec = self._spec
+        size = attention_kernels.scratch_floats(spec.page_tokens, spec.head_dim)
+        attention_kernels.attend_pages(
+            self._queries,
+            self._position,
+            self._rule.window or 0,
+            np.float32(self._rule.soft_cap or 0),
+            keys,
+            values,
+            first_token,
+            self._num_tokens,
+            self.chunk_pages,
+            (spec.page_tokens, spec.head_dim, *scales),
+            self._together,
+            _KERNEL_DTYPES[dtype],
+            np.empty(size, np.float32),
+            self._best[chunks],
+            self._total[chunks],
+            self._merged[chunks],
+        )
 
     def result(self) -> Array:
         """``(token, q_head, channel)`` in the type of the queries."""

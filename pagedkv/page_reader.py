@@ -20,6 +20,7 @@ from pagedkv.disk_threads import DiskThreads, Job
 from pagedkv.files import Bytes
 from pagedkv.format import crc32c
 from pagedkv.lane import Segment
+from pagedkv.mapped_files import MappedFiles
 from pagedkv.memory import Numbers, PageArrays, PageMemory
 from pagedkv.segment import PIECE_NBYTES, SMALL_NBYTES, Piece, SegmentFormat, transfer_buffer
 from pagedkv.segment_files import OpenFile, SegmentFiles
@@ -54,6 +55,15 @@ class SegmentRead(NamedTuple):
     """Which layer; None for whole pages."""
 
 
+class PayloadViews(NamedTuple):
+    """Payloads that lie in memory-mapped segments."""
+
+    addresses: Numbers
+    """Where each begins."""
+    maps: list[Bytes]
+    """The segments, which are mapped as long as anybody keeps this."""
+
+
 class _One:
     """Arguments of a kernel that reads one page: to make them anew costs as much as half of it."""
 
@@ -82,6 +92,7 @@ class PageReader:
 
     def __init__(self, *, num_threads: int, direct: bool) -> None:
         self._files = SegmentFiles(direct=direct)
+        self._maps = MappedFiles(self._files)
         self._threads = DiskThreads(num_threads)
         self._direct = direct
 
@@ -132,6 +143,46 @@ class PageReader:
             self._threads.call_off(jobs)
             raise
         return sorted(damaged)
+
+    def view(self, wanted: Iterable[SegmentRead], count: int) -> tuple[PayloadViews, list[int]]:
+        """Find and verify payloads in mapped segments.
+
+        Args:
+            wanted: Which; one layer of each.
+            count: How many are wanted.
+
+        Returns:
+            Where they are, and the numbers of those that are damaged or gone.
+
+        Raises:
+            StoreError: A file could not be mapped.
+        """
+        addresses = np.zeros(count, np.int64)
+        crcs, good = np.zeros(count, np.uint32), np.zeros(count, np.bool_)
+        maps = []
+        payload_nbytes = 0
+        for one in wanted:
+            payload_nbytes = one.form.chunk_nbytes - 4
+            layer = one.layer or 0
+            starts = one.rows * one.form.page_nbytes + layer * one.form.chunk_nbytes
+            with files.translated(one.segment.path, "map"):
+                try:
+                    mapped = self._maps.get(one.segment, one.segment.path)
+                except OSError as error:
+                    if not files.is_vanished(error):
+                        raise
+                    continue
+            is_here = starts + one.form.chunk_nbytes <= len(mapped.data)
+            numbers, starts = one.numbers[is_here], starts[is_here]
+            mapped.start_reading(starts, one.form.chunk_nbytes)
+            addresses[numbers] = starts + mapped.address
+            crcs[numbers] = one.segment_map.crcs[one.rows[is_here], layer]
+            good[numbers] = one.segment_map.holds[one.rows[is_here]]
+            maps.append(mapped.data)
+        kernels = records.compiled()
+        assert kernels is not None
+        kernels.check_payloads(addresses, payload_nbytes, crcs, good)
+        return PayloadViews(addresses, maps), np.flatnonzero(~good).tolist()
 
     def read_one(
         self,
@@ -244,9 +295,11 @@ class PageReader:
     def forget(self, segment: Segment) -> None:
         """Close the file of a segment that is gone."""
         self._files.forget(segment)
+        self._maps.forget(segment)
 
     def close(self) -> None:
         """Close all files and let the threads end."""
+        self._maps.close()
         self._files.close()
         self._threads.close()
 

@@ -22,11 +22,14 @@ from pagedkv.format import (
 )
 from pagedkv.lane import Segment
 from pagedkv.memory import Numbers, PageArrays
-from pagedkv.page_reader import PageReader, SegmentRead
+from pagedkv.page_reader import PageReader, PayloadViews, SegmentRead
+from pagedkv.segment import SegmentFormat
 
 logger = logging.getLogger("pagedkv")
 
 Array = npt.NDArray[Any]
+Formats = Sequence[SegmentFormat]
+"""How the segment files of each spec are read."""
 
 
 class RowReader:
@@ -52,14 +55,13 @@ class RowReader:
         out: Sequence[Array] | Array,
         at: Numbers | None,
         deadline: float | None,
+        formats: Formats | None = None,
     ) -> None:
-        """Read pages, or one layer of each, as ``PageStore.read`` says."""
-        if len(rows) == 1 and self._read_one(rows, layer, out, at):
+        """Read pages, or one layer of each, as ``PageStore.read`` says; by the store's formats."""
+        formats = formats or self._contents.formats
+        if len(rows) == 1 and self._read_one(rows, layer, out, at, formats):
             return
-        if isinstance(rows, np.ndarray):
-            packed = rows
-        else:
-            packed = np.array([self._packed(row) for row in rows], dtype=np.int64)
+        packed = self._all_packed(rows)
         if not len(packed):
             return
         groups = packed >> ROW_BITS & (1 << GROUP_BITS) - 1
@@ -67,39 +69,42 @@ class RowReader:
         if (groups != number).any():
             if isinstance(out, np.ndarray):
                 raise ValueError("the rows are of several specs: give one array for each page")
-            self._read_groups(packed, groups, layer, out, deadline)
+            self._read_groups(packed, groups, layer, out, deadline, formats)
             return
-        if number >= len(self._contents.formats):
+        if number >= len(formats):
             raise self._not_found(unpack_row(int(packed[0])))
-        pages = self._checked_arrays(number, len(packed), layer, out, at)
+        pages = _checked_arrays(formats[number], len(packed), layer, out, at)
         lost: list[int] = []
-        wanted = self._wanted(number, packed, layer, lost)
+        wanted = self._wanted(formats[number], number, packed, layer, lost)
         lost += self._reader.read(wanted, pages, deadline)
         pages.deliver()
         if lost:
             self._lose(packed, sorted(lost))
 
-    def _checked_arrays(
-        self,
-        number: int,
-        count: int,
-        layer: int | None,
-        out: Sequence[Array] | Array,
-        at: Numbers | None,
-    ) -> PageArrays:
-        """``out`` as arrays for ``count`` pages; ``ValueError`` if it does not fit."""
-        spec = self._contents.formats[number].spec
-        if layer is not None and not 0 <= layer < spec.held_layers:
-            raise ValueError(f"layer is {layer}: the spec holds {spec.held_layers} layers")
-        shape: tuple[int, ...] = spec.page_shape if layer is None else spec.layer_shape
-        if isinstance(out, np.ndarray) and at is None and len(out) > count:
-            out = out[:count]
-        pages = PageArrays(out, at, shape, spec.np_dtype, "an out array")
-        if pages.count != count:
-            raise ValueError(f"{count} rows for {pages.count} arrays")
-        if not pages.is_writable:
-            raise ValueError("an out array is read-only")
-        return pages
+    def view(self, rows: Sequence[StoreRow] | PackedRows, layer: int) -> PayloadViews:
+        """Where payloads lie in mapped segments, as ``PageStore.view_payloads`` says."""
+        packed = self._all_packed(rows)
+        if not len(packed):
+            return PayloadViews(np.zeros(0, np.int64), [])
+        number = int(packed[0]) >> ROW_BITS & (1 << GROUP_BITS) - 1
+        if (packed >> ROW_BITS & (1 << GROUP_BITS) - 1 != number).any():
+            raise ValueError("the rows are of several specs: view those of one")
+        if number >= len(self._contents.formats):
+            raise self._not_found(unpack_row(int(packed[0])))
+        form = self._contents.formats[number]
+        if not 0 <= layer < form.num_layers:
+            raise ValueError(f"layer is {layer}: the spec holds {form.num_layers} layers")
+        lost: list[int] = []
+        wanted = self._wanted(form, number, packed, layer, lost)
+        views, damaged = self._reader.view(wanted, len(packed))
+        if lost or damaged:
+            self._lose(packed, sorted({*lost, *damaged}))
+        return views
+
+    def _all_packed(self, rows: Sequence[StoreRow] | PackedRows) -> PackedRows:
+        if isinstance(rows, np.ndarray):
+            return rows
+        return np.array([self._packed(row) for row in rows], dtype=np.int64)
 
     def _read_one(
         self,
@@ -107,6 +112,7 @@ class RowReader:
         layer: int | None,
         out: Sequence[Array] | Array,
         at: Numbers | None,
+        formats: Formats,
     ) -> bool:
         """Read one page from the page cache with little ado; False if that is for ``read`` to do.
 
@@ -115,25 +121,27 @@ class RowReader:
         if not _is_one(out, at):
             return False
         packed = int(rows[0]) if isinstance(rows, np.ndarray) else self._packed(rows[0])
-        is_good = self._read_cached(packed, layer, out[0 if at is None else int(at[0])])
+        is_good = self._read_cached(packed, layer, out[0 if at is None else int(at[0])], formats)
         if is_good is False:
             self._lose(np.array([packed]), [0])
         return is_good is not None
 
     def read_quickly(self, packed: int, out: Array) -> bool:
         """Read a page that lies in the page cache; False if it does not, or is damaged or gone."""
-        return self._read_cached(packed, None, out) is True
+        return self._read_cached(packed, None, out, self._contents.formats) is True
 
-    def _read_cached(self, packed: int, layer: int | None, array: Array) -> bool | None:
+    def _read_cached(
+        self, packed: int, layer: int | None, array: Array, formats: Formats
+    ) -> bool | None:
         """Read one page, or layer, that lies in the page cache.
 
         Returns:
             Whether it is good; None if it is not to be had so.
         """
         lane, number = packed >> ROW_BITS + GROUP_BITS, packed >> ROW_BITS & (1 << GROUP_BITS) - 1
-        if number >= len(self._contents.formats):
+        if number >= len(formats):
             return None
-        form = self._contents.formats[number]
+        form = formats[number]
         shape = form.page_shape if layer is None else form.layer_shape
         if array.shape != shape or array.dtype != form.dtype:
             return None
@@ -164,6 +172,7 @@ class RowReader:
         layer: int | None,
         out: Sequence[Array],
         deadline: float | None,
+        formats: Formats,
     ) -> None:
         """Read pages of several specs, one spec after the other."""
         if len(packed) != len(out):
@@ -173,7 +182,8 @@ class RowReader:
         for number in np.unique(groups).tolist():
             chosen = np.flatnonzero(groups == number)
             try:
-                self.read(packed[chosen], layer, [out[n] for n in chosen.tolist()], None, deadline)
+                arrays = [out[n] for n in chosen.tolist()]
+                self.read(packed[chosen], layer, arrays, None, deadline, formats)
             except CorruptPageError as error:
                 errors.append(error)
                 positions += chosen[list(error.positions)].tolist()
@@ -183,6 +193,7 @@ class RowReader:
 
     def _wanted(
         self,
+        form: SegmentFormat,
         number: int,
         packed: PackedRows,
         layer: int | None,
@@ -212,7 +223,7 @@ class RowReader:
                 continue
             segment.used_at[local] = used_at
             yield SegmentRead(
-                form=self._contents.formats[number],
+                form=form,
                 segment=segment,
                 segment_map=segment_map,
                 rows=local,
@@ -266,6 +277,27 @@ class RowReader:
         )
         logger.warning("%s", message)
         raise CorruptPageError(message, tuple(keys), tuple(positions))
+
+
+def _checked_arrays(
+    form: SegmentFormat,
+    count: int,
+    layer: int | None,
+    out: Sequence[Array] | Array,
+    at: Numbers | None,
+) -> PageArrays:
+    """``out`` as arrays for ``count`` pages; ``ValueError`` if it does not fit."""
+    if layer is not None and not 0 <= layer < form.num_layers:
+        raise ValueError(f"layer is {layer}: the spec holds {form.num_layers} layers")
+    shape: tuple[int, ...] = form.page_shape if layer is None else form.layer_shape
+    if isinstance(out, np.ndarray) and at is None and len(out) > count:
+        out = out[:count]
+    pages = PageArrays(out, at, shape, form.dtype, "an out array")
+    if pages.count != count:
+        raise ValueError(f"{count} rows for {pages.count} arrays")
+    if not pages.is_writable:
+        raise ValueError("an out array is read-only")
+    return pages
 
 
 def _is_one(out: Sequence[Array] | Array, at: Numbers | None) -> bool:

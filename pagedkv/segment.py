@@ -1,5 +1,6 @@
 """Segment files: the pages that were written together, as one Zarr shard."""
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from pagedkv.codec import (
     Bytes,
     Codec,
     Crcs,
+    Decoder,
     FiledRecords,
     FixedCodec,
     Lossless,
+    Payloads,
     Raw,
     check_finite,
 )
@@ -71,6 +74,7 @@ class SegmentFormat:
         self.codec = codec
         self.geometry = geometry
         self._fixed = cast("FixedCodec", codec)  # used only if its sizes are fixed
+        self._decoder: Decoder = self._fixed
         self._variable = cast("Lossless", codec)  # used only if they are not
         # What a read of one small page would else compute anew.
         self.num_layers = geometry.num_layers
@@ -82,6 +86,21 @@ class SegmentFormat:
         self.layer_shape = spec.layer_shape
         self.dtype = spec.np_dtype
         self.block_strides = np.empty(spec.layer_shape[1:], spec.np_dtype).strides
+
+    def of_payloads(self) -> "SegmentFormat":
+        """The same files, read without decoding: a layer is its payload, ``(1, 1, 1, byte)``.
+
+        Only for codecs of fixed size.
+        """
+        nbytes = self.geometry.payload_nbytes
+        form = copy.copy(self)
+        form._decoder = Payloads(nbytes)
+        form.is_plain = False
+        form.dtype = np.dtype(np.uint8)
+        form.layer_shape = (1, 1, 1, nbytes)
+        form.page_shape = (self.num_layers, *form.layer_shape)
+        form.block_strides = (nbytes, nbytes, 1)
+        return form
 
     def write(self, fd: int, pages: PageArrays, first: int, count: int) -> SegmentMap:
         """Write a whole segment to an empty file; not yet durable.
@@ -211,7 +230,7 @@ class SegmentFormat:
         memory = pages.memory.part(targets)
         if layer is None and first:
             memory = memory._replace(addresses=memory.addresses + first * memory.layer_stride)
-        self._fixed.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
+        self._decoder.unpack(self.spec, stored, piece.starts, piece.num_layers, memory, crcs, good)
         return good
 
     def read_now(
@@ -239,7 +258,7 @@ class SegmentFormat:
         if layer is not None:
             crcs = np.ascontiguousarray(crcs[:, layer : layer + 1])
             source = source._replace(offsets=source.offsets + layer * self.chunk_nbytes)
-        return self._fixed.read(self.spec, source, pages, crcs, good, was_read)
+        return self._decoder.read(self.spec, source, pages, crcs, good, was_read)
 
     def decode_small(self, stored: Bytes, crc: int, out: Array) -> bool:
         """Verify and decode one small chunk; for one that is not, ``decode_layers`` costs less.
@@ -252,7 +271,7 @@ class SegmentFormat:
         payload = stored[:-4]
         if crc32c(payload) != crc or stored[-4:].tobytes() != crc.to_bytes(4, "little"):
             return False
-        self.codec.decode(self.spec, payload, out if out.ndim == 4 else out[0])
+        self._decoder.decode(self.spec, payload, out if out.ndim == 4 else out[0])
         return True
 
     def decode_layers(self, stored: Bytes, crcs: Crcs, memory: PageMemory) -> bool:
@@ -264,7 +283,7 @@ class SegmentFormat:
             memory: Where the first of them goes.
         """
         good = np.ones(1, np.bool_)
-        self._fixed.unpack(self.spec, stored, _AT_START, crcs.shape[1], memory, crcs, good)
+        self._decoder.unpack(self.spec, stored, _AT_START, crcs.shape[1], memory, crcs, good)
         return bool(good[0])
 
     def _write_fixed(self, fd: int, pages: PageArrays, first: int, crcs: Crcs) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import page_attention, slices
+from pagedkv import layer_scan, page_attention, slices
 from pagedkv.arrays import as_int, check_kinds
 from pagedkv.attention import attend
 from pagedkv.errors import ClosedError, StoreError
@@ -51,8 +51,8 @@ class Sequence:
         self._tokens: Tokens = np.empty(0, dtype=np.int32)
         self._filled = [0] * cache.num_layers
         self._spare: list[list[Array]] = [[] for _ in groups]  # buffers of gather
-        self._staging: list[list[Array]] = [[] for _ in groups]  # and of attend
-        self._resident = [slices.ResidentRun() for _ in groups]
+        self._staging = [layer_scan.Staging() for _ in groups]
+        self._whereabouts = [layer_scan.Whereabouts() for _ in groups]
         self._is_closed = False
         self._page_tokens = groups[0].spec.page_tokens
 
@@ -224,11 +224,11 @@ class Sequence:
             with self.gather(layer) as (k, v):
                 return attend_many(q, k, v, rule)
         self._check_usable()
-        attention = PageAttention(spec, q, self._filled[layer], rule)
-        pages = self._tables[number][: _pages_of(self._filled[layer], self._page_tokens)]
         moves = self._groups[number].moves
-        known = self._resident[number]
-        slices.attend(moves, pages, local, attention, self._staging[number], known)
+        attention = PageAttention(spec, q, self._filled[layer], rule, moves.record_layout)
+        pages = self._tables[number][: _pages_of(self._filled[layer], self._page_tokens)]
+        known = self._whereabouts[number]
+        layer_scan.attend(moves, pages, local, attention, self._staging[number], known)
         return attention.result()
 
     def commit(self, tokens: npt.ArrayLike) -> None:
@@ -338,7 +338,8 @@ class Sequence:
             group.release(self._tables[number])
         self._tables = [[] for _ in self._groups]
         self._spare = [[] for _ in self._groups]
-        self._staging = [[] for _ in self._groups]
+        for staging in self._staging:
+            staging.clear()
 
     def __enter__(self) -> Self:
         self._check_usable()

@@ -1,28 +1,18 @@
 """One layer of a sequence's pages: tokens written into it, and gathered from it."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import workers
-from pagedkv.memory import Numbers
 from pagedkv.moves import Mover
 from pagedkv.page import Page
-from pagedkv.page_attention import PageAttention
 from pagedkv.pool import SlotPool
-from pagedkv.residency import Residency
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
-
-_STAGED_NBYTES = 16 * 2**20
-"""Of the two staging buffers together."""
-_STAGED = 0
-"""Any slot: it stands for a page that is attended from a staging buffer."""
 
 
 def write_tokens(
@@ -98,167 +88,14 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
     else:
         try:
             absent = [number for number, slot in enumerate(slots) if slot is None]
-            out = [buffer[:, number] for number in absent]
-            moves.read_slices([pages[number] for number in absent], layer, out)
+            out = buffer.swapaxes(0, 1)  # (page, kind, token, head, channel)
+            moves.read_slices([pages[number] for number in absent], layer, out, np.array(absent))
             flat = buffer.reshape(buffer.shape[0], -1, *buffer.shape[3:])
             filled = flat[:, : len(pages) * places.spec.page_tokens]
             filled.flags.writeable = False
             yield filled
         finally:
             spare.append(buffer)
-
-
-class ResidentRun:
-    """Where a sequence's pages are if all are in the pool: the same for every layer of a step.
-
-    Attributes:
-        slots: Slot of each page from the first wanted one on; empty if not all are there.
-        array: The same.
-    """
-
-    def __init__(self) -> None:
-        self.slots: list[int] = []
-        self.array: Numbers = np.zeros(0, np.int64)
-        self._of: tuple[int, int, int] | None = None
-
-    def is_valid(self, places: Residency, pages: Sequence[Page], first: int) -> bool:
-        """Whether all pages from ``first`` on are in the pool; called with the lock held."""
-        places.wait_readable(pages[first:] if places.num_moving else ())
-        now = (places.version, len(pages), first)
-        if self._of != now or places.num_moving:
-            slots = [page.slot for page in pages[first:]]
-            self.slots = [] if None in slots else [slot for slot in slots if slot is not None]
-            self.array = np.array(self.slots, np.int64)
-            self._of = now
-        return bool(self.slots)
-
-
-def attend(
-    moves: Mover,
-    pages: Sequence[Page],
-    layer: int,
-    attention: PageAttention,
-    staging: list[Array],
-    known: ResidentRun,
-) -> None:
-    """Attend to one layer of consecutive pages: in the pool, and from a staging buffer.
-
-    While some pages are attended, what is only on disk of the next ones is read. Nothing comes into
-    the pool for that.
-
-    Args:
-        moves: Moves the group's pages between the tiers.
-        pages: The sequence's pages, from the first on.
-        layer: Layer within the group.
-        attention: The queries.
-        staging: Two buffers that the sequence keeps, made here when they are first needed.
-        known: What the sequence keeps of the last call, for the next layer.
-
-    Raises:
-        CorruptPageError: A page that is only on disk came back damaged.
-        StoreError: The disk failed.
-    """
-    first, step, spec = attention.first_page, len(pages), moves.places.spec
-    with moves.places.lock:
-        if known.is_valid(moves.places, pages, first):
-            with moves.places.using(known.slots):
-                attention.attend(first, *_addresses(moves.places.pool, layer, known.array))
-            return
-    if not known.slots:
-        num_chunks = _STAGED_NBYTES // 2 // (attention.chunk_pages * spec.layer_nbytes)
-        step = max(1, num_chunks) * attention.chunk_pages
-        while len(staging) < 2:
-            staging.append(np.empty((step, *spec.layer_shape), spec.np_dtype))
-    waves = [
-        _Wave(moves, number, pages[number : number + step], layer)
-        for number in range(first, len(pages), step)
-    ]
-    reading: Future[None] | None = None
-    try:
-        for number, wave in enumerate(waves):
-            if reading is not None:
-                reading.result()
-                reading = None
-            if not known.slots:
-                wave.stage(staging[number % 2])
-                if number + 1 < len(waves):
-                    reading = workers.start(waves[number + 1].stage, staging[(number + 1) % 2])
-            wave.attend(attention, staging)
-    finally:
-        if reading is not None:
-            reading.exception()  # nobody writes into the buffer any more
-
-
-def _addresses(pool: SlotPool, layer: int, slots: Numbers) -> tuple[Numbers, Numbers]:
-    """Where the keys and the values of slots begin."""
-    array = pool.array
-    keys = slots * array.strides[2] + (pool.address + layer * array.strides[0])
-    return keys, keys + array.strides[1]
-
-
-class _Wave:
-    """Pages that are attended together; those that are not in the pool are staged before.
-
-    Args:
-        moves: Moves the group's pages between the tiers.
-        number: Of the first page in the sequence.
-        pages: The pages.
-        layer: Layer within the group.
-    """
-
-    def __init__(self, moves: Mover, number: int, pages: Sequence[Page], layer: int) -> None:
-        self._moves = moves
-        self._number = number
-        self._pages = pages
-        self._layer = layer
-        self._staged: dict[int, int] = {}
-        self._buffer: Array | None = None
-
-    def stage(self, buffer: Array) -> None:
-        """Read what is neither in the pool nor staged yet."""
-        with self._moves.places.lock:
-            self._moves.places.wait_readable(self._pages)
-            absent = self._absent()
-        places = range(len(self._staged), len(self._staged) + len(absent))
-        out = [buffer[place] for place in places]
-        self._moves.read_slices([self._pages[n] for n in absent], self._layer, out)
-        self._buffer = buffer
-        self._staged.update(zip(absent, places, strict=True))
-
-    def attend(self, attention: PageAttention, staging: Sequence[Array]) -> None:
-        """Attend to all of the pages."""
-        places = self._moves.places
-        while True:
-            with places.lock:
-                places.wait_readable(self._pages)
-                slots = [page.slot for page in self._pages]
-                for number in self._staged:
-                    slots[number] = _STAGED
-                if None not in slots:
-                    resident: Sequence[Page] = self._pages
-                    if self._staged:
-                        resident = [p for n, p in enumerate(resident) if n not in self._staged]
-                    with places.copying(resident):
-                        attention.attend(self._number, *self._places(slots))
-                    return
-            self.stage(self._buffer if self._buffer is not None else staging[0])
-
-    def _absent(self) -> list[int]:
-        return [
-            n for n, page in enumerate(self._pages) if page.slot is None and n not in self._staged
-        ]
-
-    def _places(self, slots: Sequence[int | None]) -> tuple[Numbers, Numbers]:
-        """Where the keys and the values of each page begin, by its slot or where it is staged."""
-        numbers = np.array(slots, np.int64)
-        keys, values = _addresses(self._moves.places.pool, self._layer, numbers)
-        if self._staged:
-            assert self._buffer is not None
-            staged = np.array(list(self._staged.items()), np.int64)
-            start = self._buffer.__array_interface__["data"][0]
-            keys[staged[:, 0]] = start + staged[:, 1] * self._buffer.strides[0]
-            values[staged[:, 0]] = keys[staged[:, 0]] + self._buffer.strides[1]
-        return keys, values
 
 
 def _write(

@@ -21,7 +21,9 @@ class CacheStats:
         num_pages_spilled: Pages of live sequences written, whole, to the spill file.
         num_pages_stored: Pages written to the store.
         num_pages_loaded: Whole pages read from disk, into the pool or a caller's array.
-        num_slices_loaded: Single layers of pages read from disk for attention.
+        num_slices_attended: Single layers of pages that ``Sequence.attend`` saw, wherever they were.
+        num_slices_loaded: Single layers of pages read from disk for attention, or seen there in a
+            memory map.
         num_slices_spilled: Single layers of pages written to the spill file.
         bytes_written: Page bytes handed to store and spill file, uncompressed.
         bytes_read: Page bytes read back, uncompressed.
@@ -44,6 +46,7 @@ class CacheStats:
     num_pages_spilled: int
     num_pages_stored: int
     num_pages_loaded: int
+    num_slices_attended: int
     num_slices_loaded: int
     num_slices_spilled: int
     bytes_written: int
@@ -69,6 +72,7 @@ class Counters:
     num_pages_spilled: int = 0
     num_pages_stored: int = 0
     num_pages_loaded: int = 0
+    num_slices_attended: int = 0
     num_slices_loaded: int = 0
     num_slices_spilled: int = 0
     bytes_written: int = 0

@@ -36,7 +36,7 @@ from pagedkv.header import StoreHeader
 from pagedkv.lane import LaneGroup, Segment
 from pagedkv.lane_lock import LaneLock
 from pagedkv.memory import Numbers, PageArrays
-from pagedkv.page_reader import PageReader
+from pagedkv.page_reader import PageReader, PayloadViews
 from pagedkv.reclaim import CollectReport, Keep
 from pagedkv.row_reader import RowReader
 from pagedkv.row_writer import RowWriter
@@ -66,8 +66,10 @@ class PageStore:
         read_deadline: float | None,
         read_threads: int,
         direct: bool,
+        memory_map: bool,
     ) -> None:
         self.path = path
+        self.memory_map = memory_map
         self.lane_lock = lane_lock
         self._header = header
         self._contents = Contents(path, header)
@@ -103,6 +105,7 @@ class PageStore:
         read_deadline: float | None = 60.0,
         read_threads: int = 4,
         direct: bool = False,
+        memory_map: bool = False,
     ) -> "PageStore":
         """Open the store at ``path``; with mode ``"a"`` make it if it is not there.
 
@@ -121,6 +124,9 @@ class PageStore:
                 cache is read by the caller's own thread.
             direct: Read past the page cache where the file system can: for stores much larger than
                 memory whose pages are seldom read twice.
+            memory_map: Let ``Sequence.attend`` see pages in memory-mapped segments without copying
+                them. Only for local disks: where one fails under a map, the system kills the
+                process, and there is no deadline. Codecs ``raw`` and ``int8``, not with ``direct``.
 
         Raises:
             SpecMismatchError: The store is of another spec or codec; both are named.
@@ -130,13 +136,25 @@ class PageStore:
             ValueError: An argument is out of range.
         """
         opening.check_options(mode, read_deadline, read_threads)
+        if memory_map and direct:
+            raise ValueError("memory_map reads through the page cache, direct past it: choose one")
         bound = None if max_nbytes is None else parse_nbytes(max_nbytes)
         place = Path(path).absolute()
         header = opening.find_header(
             place, spec, codec, bound, store_tokens=store_tokens, make=mode == "a"
         )
+        if memory_map and not header.codec.fixed_size:
+            raise ValueError(
+                f"pages of codec {header.codec.name!r} cannot be attended where they are stored: "
+                "open the store without memory_map"
+            )
         make = functools.partial(
-            cls, place, read_deadline=read_deadline, read_threads=read_threads, direct=direct
+            cls,
+            place,
+            read_deadline=read_deadline,
+            read_threads=read_threads,
+            direct=direct,
+            memory_map=memory_map,
         )
         if mode == "r":
             return make(header, None)
@@ -451,6 +469,47 @@ class PageStore:
         """
         self._check_open()
         self._rows.read(rows, layer, out, at, self._deadline(deadline))
+
+    def read_payloads(
+        self,
+        rows: Sequence[StoreRow] | PackedRows,
+        layer: int,
+        out: Array,
+        *,
+        at: Numbers | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """Read one layer of each page as the codec stores it, verified but not decoded.
+
+        Only for codecs of fixed size, on processors that have the kernels.
+
+        Args:
+            rows: Where the pages are; of one spec.
+            layer: Counts within the layers that the spec holds, from 0.
+            out: uint8 ``(row, 1, 1, 1, byte)``.
+            at: As for ``read``.
+            deadline: The same.
+        """
+        self._check_open()
+        formats = self._contents.payload_formats
+        self._rows.read(rows, layer, out, at, self._deadline(deadline), formats)
+
+    def view_payloads(self, rows: Sequence[StoreRow] | PackedRows, layer: int) -> PayloadViews:
+        """Where one layer of each page lies in memory-mapped segments, verified and not copied.
+
+        Only for a store that was opened with ``memory_map``. The bytes are those on disk: they were
+        verified just now, and are as good as the disk and what others do to the file.
+
+        Args:
+            rows: Where the pages are; of one spec.
+            layer: Counts within the layers that the spec holds, from 0.
+
+        Raises:
+            CorruptPageError: As for ``read``.
+            StoreError: A file could not be mapped.
+        """
+        self._check_open()
+        return self._rows.view(rows, layer)
 
     def touch(self, rows: Iterable[StoreRow]) -> None:
         """Count pages as used now, though they were not read; rows without a page do no harm."""

@@ -34,7 +34,10 @@ class _Worker:
         return self._executor.submit(function, *arguments)
 
 
+_NUM_READERS = 8
+
 _workers: list[_Worker] = []
+_readers: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 
 
@@ -56,6 +59,16 @@ def start(function: Callable[..., _T], *arguments: Any, number: int = 0) -> "Fut
             if len(_workers) <= number:
                 _workers.append(_Worker())
     return _workers[number].start(function, *arguments)
+
+
+def start_reading(function: Callable[..., _T], *arguments: Any) -> "Future[_T]":
+    """Call a function that mostly waits for a disk, in a thread that no kernel waits for."""
+    global _readers  # noqa: PLW0603 - made when first needed
+    if _readers is None:
+        with _lock:
+            if _readers is None:
+                _readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="pagedkv-reader")
+    return _readers.submit(function, *arguments)
 
 
 def run_all(tasks: Sequence[Callable[[], None]]) -> None:
@@ -86,8 +99,9 @@ def _this_processor() -> int | None:
 
 def _forget() -> None:
     """In a forked child the threads are gone."""
-    global _lock  # noqa: PLW0603 - another thread may have held it
+    global _lock, _readers  # noqa: PLW0603 - another thread may have held it
     _workers.clear()
+    _readers = None
     _lock = threading.Lock()
 
 

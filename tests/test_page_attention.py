@@ -12,10 +12,10 @@ from kv_samples import Array, bits, make_kv, make_spec
 
 import pagedkv as pk
 from pagedkv import attention_kernels as kernels
-from pagedkv import page_attention
+from pagedkv import layer_scan, page_attention
 from pagedkv.codec import Int8
-from pagedkv.page_attention import AttentionRule, PageAttention, attend_many
-from pagedkv.slices import _Wave
+from pagedkv.layer_scan import _Wave
+from pagedkv.page_attention import AttentionRule, PageAttention, Places, attend_many
 
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-3}
 """Relative to the largest number that comes out."""
@@ -73,7 +73,7 @@ def attended(spec: pk.KVSpec, q: Array, k: Array, v: Array, seed: int = 0, **rul
     keys = pages.ctypes.data + np.array(order, np.int64) * pages.strides[0]
     values = keys + pages.strides[1]
     first = attention.first_page
-    attention.attend(first, keys[first:], values[first:])
+    attention.attend(first, Places(keys[first:], values[first:]))
     return attention.result()
 
 
@@ -255,7 +255,7 @@ def spec_of_tiers(dtype: str = "float32") -> pk.KVSpec:
 @pytest.fixture
 def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """Staging buffers for one chunk of pages."""
-    monkeypatch.setattr(pk.sequence.slices, "_STAGED_NBYTES", 1)
+    monkeypatch.setattr(layer_scan, "STAGED_NBYTES", 1)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

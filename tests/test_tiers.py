@@ -84,9 +84,9 @@ class MovingStore:
         self._read([row for row, _ in good], [to for _, to in good])
         self._check(wanted)
 
-    def read_layer(self, rows: Any, layer: int, out: Any) -> None:
+    def read_layer(self, rows: Any, layer: int, out: Any, *, at: Any) -> None:
         wanted = self._unpacked(rows)
-        good = [(r, to) for r, to in zip(wanted, out, strict=True) if r.row < MOVED]
+        good = [(r, out[p]) for r, p in zip(wanted, at.tolist(), strict=True) if r.row < MOVED]
         self._read_layer([row for row, _ in good], layer, [to for _, to in good])
         self._check(wanted)
 

@@ -1,0 +1,90 @@
+"""``MappedFiles``: segment files that stay mapped into memory."""
+
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.files import Bytes
+from pagedkv.segment_files import SegmentFiles
+
+MAX_MAPPED = 256
+"""Files that stay mapped, each with a descriptor; more only as long as somebody looks at them."""
+
+
+class MappedFile:
+    """One file in memory, read only; mapped as long as anybody has its ``data``.
+
+    Attributes:
+        data: All of its bytes.
+        address: Where they begin.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        self.data: Bytes = np.frombuffer(self._map, np.uint8)
+        self.address: int = self.data.__array_interface__["data"][0]
+
+    def start_reading(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
+        """Ask the system for parts of the file, many at once; what is there already costs little.
+
+        Args:
+            starts: Where the parts begin.
+            nbytes: How long each of them is.
+        """
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        for start in starts.tolist():
+            before = start % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, start - before, nbytes + before)
+
+
+class MappedFiles:
+    """Maps of the files that were looked at last. Thread-safe.
+
+    A file that was removed, or replaced, after it was mapped is seen as it was.
+
+    Args:
+        files: Opens the files.
+    """
+
+    def __init__(self, files: SegmentFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._maps: OrderedDict[Hashable, MappedFile] = OrderedDict()
+
+    def get(self, name: Hashable, path: Path) -> MappedFile:
+        """The file that is known as ``name``, mapped from ``path`` if need be.
+
+        Raises:
+            OSError: The file cannot be opened (``files.is_vanished``) or mapped.
+        """
+        with self._lock:
+            found = self._maps.get(name)
+            if found is not None:
+                self._maps.move_to_end(name)
+                return found
+        with self._files.reading(name, path) as fd:
+            mapped = MappedFile(fd)
+        with self._lock:
+            if not self._is_closed:
+                self._maps[name] = mapped
+                if len(self._maps) > MAX_MAPPED:
+                    self._maps.popitem(last=False)
+        return mapped
+
+    def forget(self, name: Hashable) -> None:
+        """Let go of a file that is gone, or will be."""
+        with self._lock:
+            self._maps.pop(name, None)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            self._is_closed = True
+            self._maps.clear()

@@ -198,60 +198,81 @@ class PageAttention:
         )
 
 
-def attend_many(queries: Array, keys: Array, values: Array, rule: AttentionRule) -> Array:
-    """Attention of many queries, by matrix products.
+class MatrixAttention:
+    """Attention of many queries, by matrix products; ``attend`` is called for all tokens in order.
 
     Args:
         queries: ``(token, q_head, channel)`` of the last tokens.
-        keys: ``(token, head, channel)`` of all tokens.
-        values: The same.
+        num_heads: Heads of keys.
+        num_tokens: Tokens that there are.
         rule: What the queries see.
-
-    Returns:
-        ``(token, q_head, channel)`` in the type of the queries.
     """
-    num_queries, num_q_heads, num_channels = queries.shape
-    num_tokens, num_heads, _ = keys.shape
-    group = num_q_heads // num_heads
-    factor = rule.factor(num_channels) * (1.0 if rule.soft_cap else _LOG2_E)
-    out = np.empty((num_queries, num_heads, group, num_channels), np.float32)
-    for head in range(num_heads):
-        rows = queries.reshape(out.shape)[:, head].astype(np.float32) * np.float32(factor)
-        k, v = (array[:, head].astype(np.float32, copy=False) for array in (keys, values))
-        for begin in range(0, num_queries, _BLOCK_QUERIES):
-            block = slice(begin, begin + _BLOCK_QUERIES)
-            position = num_tokens - num_queries + begin
-            out[block, head] = _attend_block(rows[block], k, v, position, rule)
-    return out.reshape(queries.shape).astype(queries.dtype, copy=False)
 
+    def __init__(
+        self, queries: Array, num_heads: int, num_tokens: int, rule: AttentionRule
+    ) -> None:
+        num_queries, num_q_heads, num_channels = queries.shape
+        group = num_q_heads // num_heads
+        self._rule = rule
+        self._dtype = queries.dtype
+        self._position = num_tokens - num_queries
+        factor = rule.factor(num_channels) * (1.0 if rule.soft_cap else _LOG2_E)
+        by_head = queries.reshape(num_queries, num_heads, group, num_channels).swapaxes(0, 1)
+        self._queries = by_head.astype(np.float32, order="C")
+        self._queries *= np.float32(factor)
+        self._best = np.full(self._queries.shape[:3], -np.inf, np.float32)
+        self._total = np.zeros_like(self._best)
+        self._merged = np.zeros_like(self._queries)
+        self.first_token = 0 if rule.window is None else max(0, self._position - rule.window + 1)
+        """The first token that any query sees."""
 
-def _attend_block(
-    queries: Array, keys: Array, values: Array, position: int, rule: AttentionRule
-) -> Array:
-    """Some queries of one head, ``(token, query head, channel)``, from ``position`` on."""
-    from pagedkv import attention_kernels
+    def attend(self, first: int, keys: Array, values: Array) -> None:
+        """Attend to consecutive tokens.
 
-    num_queries, group, num_channels = queries.shape
-    rows = queries.reshape(-1, num_channels)
-    best = np.full(len(rows), -np.inf, np.float32)
-    total, fade = np.zeros((2, len(rows)), np.float32)
-    merged = np.zeros_like(rows)
-    window = rule.window or 0
-    first = max(0, position - window + 1) if window else 0
-    for start in range(first, position + num_queries, _TILE_TOKENS):
-        tile = slice(start, min(start + _TILE_TOKENS, position + num_queries))
-        scores = rows @ keys[tile].T
-        halves = np.linspace(0, num_queries, workers.count() + 1).astype(int).tolist()
+        Args:
+            first: Position of the first of them.
+            keys: ``(token, head, channel)``.
+            values: The same.
+        """
+        num_heads, num_queries, _, _ = self._queries.shape
+        for head in range(num_heads):
+            k, v = (array[:, head].astype(np.float32, copy=False) for array in (keys, values))
+            for begin in range(0, num_queries, _BLOCK_QUERIES):
+                end = min(begin + _BLOCK_QUERIES, num_queries)
+                for start in range(0, len(keys), _TILE_TOKENS):
+                    tile = slice(start, start + _TILE_TOKENS)
+                    if self._is_seen(begin, end, first + start):
+                        self._attend_tile(head, begin, end, first + start, k[tile], v[tile])
 
-        def weigh(begin: int, end: int, start: int = start, scores: Array = scores) -> None:
-            part = slice(begin * group, end * group)
+    def _is_seen(self, begin: int, end: int, start: int) -> bool:
+        """Whether one of some queries sees one of a tile's tokens."""
+        window = self._rule.window or 0
+        first = self._position + begin - window + 1 if window else 0
+        return first < start + _TILE_TOKENS and start < self._position + end
+
+    def _attend_tile(
+        self, head: int, begin: int, end: int, start: int, keys: Array, values: Array
+    ) -> None:
+        """Some queries of one head, and some tokens from ``start`` on, ``(token, channel)``."""
+        from pagedkv import attention_kernels
+
+        rows = slice(begin, end)
+        group, num_channels = self._queries.shape[2:]
+        scores = self._queries[head, rows].reshape(-1, num_channels) @ keys.T
+        best, total = (a[head, rows].reshape(-1) for a in (self._best, self._total))
+        merged = self._merged[head, rows].reshape(-1, num_channels)
+        fade = np.empty_like(best)
+        halves = np.linspace(0, end - begin, workers.count() + 1).astype(int).tolist()
+
+        def weigh(low: int, high: int) -> None:
+            part = slice(low * group, high * group)
             attention_kernels.weigh_scores(
                 scores[part],
-                position + begin,
+                self._position + begin + low,
                 group,
                 start,
-                window,
-                np.float32(rule.soft_cap or 0),
+                self._rule.window or 0,
+                np.float32(self._rule.soft_cap or 0),
                 best[part],
                 total[part],
                 fade[part],
@@ -259,9 +280,15 @@ def _attend_block(
 
         workers.run_all([partial(weigh, *ends) for ends in pairwise(halves)])
         merged *= fade[:, None]
-        merged += scores @ values[tile]
-    merged /= total[:, None]
-    return merged.reshape(queries.shape)
+        merged += scores @ values
+
+    def result(self) -> Array:
+        """``(token, q_head, channel)`` in the type of the queries."""
+        out = (self._merged / self._total[..., None]).swapaxes(0, 1)
+        num_queries, num_heads, group, num_channels = out.shape
+        return out.reshape(num_queries, num_heads * group, num_channels).astype(
+            self._dtype, copy=False
+        )
 
 
 def is_supported() -> bool:

@@ -16,7 +16,7 @@ from pagedkv.errors import ClosedError, StoreError
 from pagedkv.format import PageEntry
 from pagedkv.group import LayerGroup
 from pagedkv.page import Page
-from pagedkv.page_attention import AttentionRule, PageAttention, attend_many
+from pagedkv.page_attention import AttentionRule, MatrixAttention, PageAttention
 from pagedkv.prefix import Tokens, as_tokens, chain_key
 from pagedkv.spec import PageKey
 
@@ -221,8 +221,7 @@ class Sequence:
             with self.gather(layer) as (k, v):
                 return attend(q, k, v, scale, window=window, soft_cap=soft_cap)
         if shape[0] > _FEW_QUERIES:
-            with self.gather(layer) as (k, v):
-                return attend_many(q, k, v, rule)
+            return self._attend_many(layer, q, rule)
         self._check_usable()
         moves = self._groups[number].moves
         attention = PageAttention(spec, q, self._filled[layer], rule, moves.record_layout)
@@ -404,6 +403,21 @@ class Sequence:
         return tuple(self._tables[number])
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _attend_many(self, layer: int, q: Array, rule: AttentionRule) -> Array:
+        """Attention of many queries, to some pages after the other."""
+        number, local = self._cache.locate_layer(layer)
+        moves, spec = self._groups[number].moves, self._groups[number].spec
+        num_tokens = self._filled[layer]
+        attention = MatrixAttention(q, spec.held_heads, num_tokens, rule)
+        pages = self._tables[number][: _pages_of(num_tokens, self._page_tokens)]
+        step = max(1, layer_scan.STAGED_NBYTES // spec.layer_nbytes)
+        first = attention.first_token // self._page_tokens // step * step
+        for begin in range(first, len(pages), step):
+            part, start = pages[begin : begin + step], begin * self._page_tokens
+            with slices.gather(moves, part, local, self._spare[number]) as (k, v):
+                attention.attend(start, k[: num_tokens - start], v[: num_tokens - start])
+        return attention.result()
 
     def _find_tail(self, tokens: Tokens, start: int) -> tuple[int, list[PageKey]] | None:
         """Length and keys of the longest stored tail of ``tokens`` behind ``start``."""

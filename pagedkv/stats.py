@@ -21,7 +21,7 @@ class CacheStats:
         num_pages_spilled: Pages of live sequences written, whole, to the spill file.
         num_pages_stored: Pages written to the store.
         num_pages_loaded: Whole pages read from disk, into the pool or a caller's array.
-        num_slices_attended: Single layers of pages that ``Sequence.attend`` saw, wherever they were.
+        num_slices_attended: Single layers of pages that ``Sequence.attend`` saw, in any tier.
         num_slices_loaded: Single layers of pages read from disk for attention, or seen there in a
             memory map.
         num_slices_spilled: Single layers of pages written to the spill file.

@@ -15,7 +15,7 @@ from pagedkv import attention_kernels as kernels
 from pagedkv import layer_scan, page_attention
 from pagedkv.codec import Int8
 from pagedkv.layer_scan import _Wave
-from pagedkv.page_attention import AttentionRule, PageAttention, Places, attend_many
+from pagedkv.page_attention import AttentionRule, MatrixAttention, PageAttention, Places
 
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-3}
 """Relative to the largest number that comes out."""
@@ -119,7 +119,7 @@ def test_any_shape_gives_what_the_definition_says(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@given(**{**SHAPES, "num_queries": st.integers(1, 60)})
+@given(**{**SHAPES, "num_queries": st.integers(1, 60)}, step=st.sampled_from([1, 13, 50, 1000]))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_many_queries_are_attended_by_matrix_products(
     dtype: str,
@@ -133,6 +133,7 @@ def test_many_queries_are_attended_by_matrix_products(
     soft_cap: float | None,
     scale: float | None,
     seed: int,
+    step: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     num_queries = min(num_queries, num_tokens)
@@ -143,7 +144,11 @@ def test_many_queries_are_attended_by_matrix_products(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_attention, "_BLOCK_QUERIES", 5 + page_tokens % 3)
         patch.setattr(page_attention, "_TILE_TOKENS", 7 + page_tokens)
-        found = attend_many(q, *kv, AttentionRule(**rule))
+        attention = MatrixAttention(q, heads, num_tokens, AttentionRule(**rule))
+        for start in range(0, num_tokens, step):
+            part = slice(start, start + step)
+            attention.attend(start, kv[0, part], kv[1, part])
+    found = attention.result()
     assert error(found, reference(q, *kv, **rule)) <= TOLERANCES[dtype]
 
 
@@ -289,6 +294,101 @@ def test_where_pages_lie_does_not_change_a_bit(tmp_path: Path, dtype: str) -> No
     for number, (layer, window) in enumerate([(0, None), (0, 900), (1, None), (1, 900)]):
         expected = reference(q, k[layer], v[layer], window=window)
         assert error(found[0][number], expected) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_many_queries_need_no_more_memory_than_a_few_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, window: int | None
+) -> None:
+    spec = spec_of_tiers()
+    monkeypatch.setattr(layer_scan, "STAGED_NBYTES", 4 * spec.layer_nbytes)
+    k, v = make_kv(spec, 500)
+    q = np.random.default_rng(0).standard_normal((70, 6, 16), np.float32)
+    with pk.PagedKVCache(
+        spec, 5, pk.PageStore.open(tmp_path / "cache.zarr", spec, codec=codec)
+    ) as cache:
+        sequence = cache.open_sequence()
+        sequence.append(k, v)
+        found = sequence.attend(1, q, window=window)
+        assert error(found, reference(q, k[1], v[1], window=window)) <= 1e-5
+        assert max(buffer.shape[1] for buffer in sequence._spare[0]) <= 5
+        cache.check_invariants()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("memory_map", [False, True])
+@pytest.mark.usefixtures("small_staging")
+def test_stored_pages_are_attended_as_they_are_stored(
+    tmp_path: Path, dtype: str, codec: str, *, memory_map: bool
+) -> None:
+    spec = spec_of_tiers(dtype)
+    path, tokens = tmp_path / "cache.zarr", np.arange(2100)
+    k, v = make_kv(spec, 2100)
+    with pk.PagedKVCache(spec, 200, pk.PageStore.open(path, spec, codec=codec)) as cache:
+        with cache.open_sequence() as sequence:
+            sequence.append(k[:, :2096], v[:, :2096], tokens[:2096])
+        cache.flush()
+    q = np.random.default_rng(0).standard_normal((3, 6, 16), np.float32)
+    found, exact = [], []
+    for num_slots in (10, 60, 200):
+        store = pk.PageStore.open(path, spec, memory_map=memory_map)
+        with pk.PagedKVCache(spec, num_slots, store) as cache:
+            sequence = cache.open_sequence(tokens)
+            assert sequence.num_tokens == 2096
+            sequence.append(k[:, 2096:], v[:, 2096:])
+            with sequence.gather(1) as kinds:
+                exact.append([kind.copy() for kind in kinds])
+            before = cache.stats()
+            found.append(sequence.attend(1, q))
+            after = cache.stats()
+            num_loaded = after.num_slices_loaded - before.num_slices_loaded
+            assert after.num_slices_attended - before.num_slices_attended == 132
+            assert num_loaded == max(0, 132 - num_slots)
+            assert after.num_free_slots == before.num_free_slots
+            cache.check_invariants()
+    for one, kinds in zip(found, exact, strict=True):
+        assert bits(kinds[0]) == bits(exact[0][0])
+        expected = reference(q, *kinds)
+        # What is stored as INT8 is attended before it is rounded to the spec's dtype.
+        assert error(one, expected) <= TOLERANCES[dtype]
+    if codec == "raw":
+        assert len({bits(one) for one in found}) == 1
+
+
+def test_a_damaged_page_in_a_memory_map_is_an_error(tmp_path: Path) -> None:
+    spec = spec_of_tiers()
+    path, tokens = tmp_path / "cache.zarr", np.arange(800)
+    with pk.PagedKVCache(spec, 60, pk.PageStore.open(path, spec, codec="int8")) as cache:
+        with cache.open_sequence() as sequence:
+            sequence.append(*make_kv(spec, 800), tokens)
+        cache.flush()
+    with pk.PagedKVCache(spec, 8, pk.PageStore.open(path, spec, memory_map=True)) as cache:
+        sequence = cache.open_sequence(tokens)
+        q = np.ones((1, 2, 16), np.float32)
+        expected = sequence.attend(0, q)
+        (segment,) = path.rglob("kv/c.*")
+        data = bytearray(segment.read_bytes())
+        data[len(data) // 2] ^= 1
+        with segment.open("r+b") as file:  # in place: the map shows it
+            file.write(data)
+        layers = []
+        for layer in range(2):
+            try:
+                sequence.attend(layer, q)
+            except pk.CorruptPageError:
+                layers.append(layer)
+        assert len(layers) == 1 or not np.array_equal(expected, sequence.attend(0, q))
+        assert cache.stats().num_pinned_slots == 0
+
+
+def test_a_memory_map_is_refused_where_it_makes_no_sense(tmp_path: Path) -> None:
+    spec = spec_of_tiers()
+    with pytest.raises(ValueError, match="choose one"):
+        pk.PageStore.open(tmp_path / "a.zarr", spec, memory_map=True, direct=True)
+    with pytest.raises(ValueError, match="lossless"):
+        pk.PageStore.open(tmp_path / "b.zarr", spec, memory_map=True, codec="lossless")
 
 
 @pytest.mark.usefixtures("small_staging")

@@ -5,8 +5,10 @@ while those before them are attended: numbers of the spec's dtype, or records of
 stored. In a store that is mapped into memory they are attended where they lie.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,23 +26,24 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 STAGED_NBYTES = 16 * 2**20
-"""Of the two staging buffers together."""
+"""Of all staging buffers of a sequence together."""
+_NUM_BUFFERS = 3
+"""One is attended; two are read into, so that the disk has work when the first of them is full."""
 _ALIGNMENT = 64
 
 
 class Staging:
-    """The two buffers that a sequence stages in, made when they are first needed."""
+    """The buffers that a sequence stages in, made when they are first needed."""
 
     def __init__(self) -> None:
-        self._buffers: list[Bytes] = []
+        self._buffers: dict[int, Bytes] = {}
 
-    def buffer(self, number: int, nbytes: int) -> Bytes:
-        """One of the two, for at least that many bytes."""
-        while len(self._buffers) < 2:
-            self._buffers.append(aligned(1))
-        if len(self._buffers[number % 2]) < nbytes:
-            self._buffers[number % 2] = aligned(nbytes)
-        return self._buffers[number % 2]
+    def buffer(self, wave: int) -> Bytes:
+        """The one for this wave, and for every third one after it."""
+        number = wave % _NUM_BUFFERS
+        if number not in self._buffers:
+            self._buffers[number] = aligned(STAGED_NBYTES // _NUM_BUFFERS)
+        return self._buffers[number]
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -77,7 +80,7 @@ class Whereabouts:
             nbytes = 0
             for start in range(first, len(pages), chunk_pages):
                 more = sum(map(moves.staged_nbytes, pages[start : start + chunk_pages]))
-                if nbytes and nbytes + more > STAGED_NBYTES // 2:
+                if nbytes and nbytes + more > STAGED_NBYTES // _NUM_BUFFERS:
                     self.cuts.append(start)
                     nbytes = 0
                 nbytes += more
@@ -118,20 +121,23 @@ def attend(
                 attention.attend(first, Places(keys, values))
             return
     waves = [_Wave(moves, begin, pages[begin:end], layer) for begin, end in pairwise(cuts)]
-    reading: Future[None] | None = None
+    if len(waves) == 1:  # nothing to read beside it
+        waves[0].stage(partial(staging.buffer, 0))
+        waves[0].attend(attention)
+        return
+    reading: deque[Future[None]] = deque()
+    num_read = 0
     try:
         for number, wave in enumerate(waves):
-            if reading is not None:
-                reading.result()
-                reading = None
-            else:
-                wave.stage(staging, number)
-            if number + 1 < len(waves):
-                reading = workers.start_reading(waves[number + 1].stage, staging, number + 1)
+            while num_read < min(number + _NUM_BUFFERS - 1, len(waves)):
+                buffer = partial(staging.buffer, num_read)
+                reading.append(workers.start_reading(waves[num_read].stage, buffer))
+                num_read += 1
+            reading.popleft().result()
             wave.attend(attention)
     finally:
-        if reading is not None:
-            reading.exception()  # nobody writes into the buffer any more
+        for one in reading:
+            one.exception()  # nobody writes into the buffers any more
 
 
 class _Wave:
@@ -151,13 +157,13 @@ class _Wave:
         self._layer = layer
         self._is_staged = np.zeros(len(pages), np.bool_)
         self._keys, self._values, self._records = np.zeros((3, len(pages)), np.int64)
-        self._free = aligned(0)  # what is left of the buffer
+        self._buffer: Callable[[], Bytes] | None = None
+        self._free: Bytes | None = None  # what is left of it
         self._kept: list[object] = []  # what staged pages lie in
 
-    def stage(self, staging: Staging, number: int) -> None:
-        """Bring what is not in the pool within reach; ``number`` says which buffer is free."""
-        if not self._kept:
-            self._free = staging.buffer(number, STAGED_NBYTES // 2)
+    def stage(self, buffer: Callable[[], Bytes]) -> None:
+        """Bring what is not in the pool within reach; ``buffer`` gives the one that is free."""
+        self._buffer = buffer
         self._stage_rest()
 
     def attend(self, attention: PageAttention) -> None:
@@ -233,7 +239,9 @@ class _Wave:
     def _room(self, count: int, nbytes: int) -> Bytes:
         """Memory ``(count, nbytes)``, out of the buffer if there is enough left."""
         stride = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if len(self._free) < count * stride:
+        if self._free is None and self._buffer is not None:
+            self._free = self._buffer()
+        if self._free is None or len(self._free) < count * stride:
             self._free = aligned(count * stride)
         room = self._free[: count * stride].reshape(count, stride)
         self._free = self._free[count * stride :]

@@ -201,6 +201,15 @@ def preadv2_address() -> int:
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+@functools.cache
+def fadvise_address() -> int:
+    """Address of C's ``posix_fadvise`` with 64-bit numbers; 0 if the system has none."""
+    if not hasattr(os, "posix_fadvise") or ctypes.sizeof(ctypes.c_long) < 8:
+        return 0
+    function = getattr(ctypes.CDLL(None), "posix_fadvise", None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def pread_exact(fd: int, nbytes: int, offset: int) -> Bytes:
     """The ``nbytes`` bytes from ``offset`` of the file; ``ShortReadError`` if it ends before."""
     out = np.empty(nbytes, np.uint8)

@@ -26,6 +26,8 @@ class MappedFile:
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_RANDOM"):  # else the system reads far more than is looked at
+            self._map.madvise(mmap.MADV_RANDOM)
         self.data: Bytes = np.frombuffer(self._map, np.uint8)
         self.address: int = self.data.__array_interface__["data"][0]
 

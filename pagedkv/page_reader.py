@@ -7,7 +7,7 @@ disk threads: several requests in flight, decoding beside reading, and a deadlin
 import errno
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,14 +22,21 @@ from pagedkv.format import crc32c
 from pagedkv.lane import Segment
 from pagedkv.mapped_files import MappedFiles
 from pagedkv.memory import Numbers, PageArrays, PageMemory
-from pagedkv.segment import PIECE_NBYTES, SMALL_NBYTES, Piece, SegmentFormat, transfer_buffer
+from pagedkv.segment import (
+    EXTENT_NBYTES,
+    PIECE_NBYTES,
+    SMALL_NBYTES,
+    Piece,
+    SegmentFormat,
+    transfer_buffer,
+)
 from pagedkv.segment_files import OpenFile, SegmentFiles
 from pagedkv.segment_map import SegmentMap
 
 Array = npt.NDArray[Any]
 
 _MAX_TRIES = 4
-_STARTED_TOGETHER = 8
+_STARTED_TOGETHER = 32
 _FIRST_SEGMENTS = 4
 """How many are tried in the page cache before the first disk thread may start …"""
 _MORE_SEGMENTS = 16
@@ -53,6 +60,23 @@ class SegmentRead(NamedTuple):
     """For each its number among the caller's pages."""
     layer: int | None
     """Which layer; None for whole pages."""
+
+
+class _Extent(NamedTuple):
+    """Pieces of a segment that follow one another, and are read in one go."""
+
+    read: SegmentRead
+    pieces: list[Piece]
+
+    @property
+    def offset(self) -> int:
+        """Where they begin in the file."""
+        return self.pieces[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        """From the first one's begin to the last one's end."""
+        return self.pieces[-1].offset + self.pieces[-1].nbytes - self.offset
 
 
 class PayloadViews(NamedTuple):
@@ -94,6 +118,7 @@ class PageReader:
         self._files = SegmentFiles(direct=direct)
         self._maps = MappedFiles(self._files)
         self._threads = DiskThreads(num_threads)
+        self._num_threads = num_threads
         self._direct = direct
 
     @property
@@ -121,7 +146,19 @@ class PageReader:
         expires: float | None = None
         damaged: set[int] = set()
         jobs: list[Job] = []
-        num_started = 0
+        waiting: list[_Extent] = []
+
+        def start(count: int) -> None:
+            """Start reading the first ones of those that wait, in as few jobs as keep all busy."""
+            nonlocal expires
+            if not jobs and deadline is not None:  # nothing had to wait before
+                expires = time.monotonic() + deadline
+            parts = self._grouped(waiting[:count])
+            del waiting[:count]
+            started = [self._job(extents, pages, damaged) for extents in parts]
+            self._threads.start(started)
+            jobs.extend(started)
+
         try:
             for one in self._left_by_kernels(wanted, pages, damaged):
                 for extent in one.form.plan(one.segment_map, one.rows, one.layer):
@@ -130,19 +167,32 @@ class PageReader:
                     if self._reads_pieces(one.form) and len(jobs) < _MAX_TRIES:
                         rest = self._read_pieces(one, extent, pages, damaged)
                     if rest:
-                        if not jobs and deadline is not None:  # nothing had to wait before
-                            expires = time.monotonic() + deadline
-                        jobs.append(self._job(one, rest, pages, damaged))
-                        if len(jobs) <= _MAX_TRIES or len(jobs) - num_started >= _STARTED_TOGETHER:
-                            self._threads.start(jobs[num_started:])
-                            num_started = len(jobs)
-            if num_started < len(jobs):
-                self._threads.start(jobs[num_started:])
+                        waiting.append(_Extent(one, rest))
+                        if len(jobs) < _MAX_TRIES or len(waiting) >= _STARTED_TOGETHER:
+                            start(len(waiting))
+            if waiting:
+                start(len(waiting))
             self._threads.wait(jobs, expires)
         except BaseException:
             self._threads.call_off(jobs)
             raise
         return sorted(damaged)
+
+    def _grouped(self, extents: Sequence[_Extent]) -> Iterator[Sequence[_Extent]]:
+        """Cut extents into groups that are read by one thread, one after the other."""
+        at_once = -(-len(extents) // self._num_threads)
+        group: list[_Extent] = []
+        nbytes = 0
+        for extent in extents:
+            is_other = bool(group) and extent.read.segment is not group[0].read.segment
+            if is_other or len(group) >= at_once or nbytes + extent.nbytes > EXTENT_NBYTES:
+                if group:
+                    yield group
+                group, nbytes = [], 0
+            group.append(extent)
+            nbytes += extent.nbytes
+        if group:
+            yield group
 
     def view(self, wanted: Iterable[SegmentRead], count: int) -> tuple[PayloadViews, list[int]]:
         """Find and verify payloads in mapped segments.
@@ -406,32 +456,74 @@ class PageReader:
                 damaged.update(one.numbers.tolist())
         return []
 
-    def _job(
-        self, one: SegmentRead, extent: list[Piece], pages: PageArrays, damaged: set[int]
-    ) -> Job:
-        """A job for a disk thread that reads and decodes these pieces."""
-        offset, end = extent[0].offset, extent[-1].offset + extent[-1].nbytes
-        start = offset
+    def _job(self, extents: Sequence[_Extent], pages: PageArrays, damaged: set[int]) -> Job:
+        """A job for a disk thread that reads and decodes pieces of one segment."""
+        one = extents[0].read
+        offsets = np.array([extent.offset for extent in extents], np.int64)
+        sizes = np.array([extent.nbytes for extent in extents], np.int64)
+        starts, lengths = offsets, sizes
         if self._direct:
-            start -= offset % _BLOCK_NBYTES
-            end = -(-end // _BLOCK_NBYTES) * _BLOCK_NBYTES
+            starts = offsets - offsets % _BLOCK_NBYTES
+            lengths = -(-(offsets + sizes - starts) // _BLOCK_NBYTES) * _BLOCK_NBYTES
+        # Where they go: at the same place within a page of memory as in the file.
+        rooms = -(-(lengths + starts % _BLOCK_NBYTES) // _BLOCK_NBYTES) * _BLOCK_NBYTES
+        targets = np.cumsum(rooms) - rooms + starts % _BLOCK_NBYTES
+        num_read = np.zeros(len(extents), np.int64)
+        advise = 0 if self._direct else files.fadvise_address()
 
         def fetch(memory: Bytes) -> int:
             with files.translated(one.segment.path, "read"):
                 try:
                     with self._files.reading(one.segment, one.segment.path) as fd:
-                        return files.pread_into(fd, memory[: end - start], start)
+                        _read_ranges(fd, advise, starts, lengths, memory, targets, num_read)
                 except OSError as error:
                     if not files.is_vanished(error):
                         raise
-                    return 0
+            return int(num_read.sum())
 
-        def use(memory: Bytes, num_read: int) -> None:
-            for piece in extent:
-                at = piece.offset - start
-                _decode(one, piece, memory[at : min(at + piece.nbytes, num_read)], pages, damaged)
+        def use(memory: Bytes, _: int) -> None:
+            for number, extent in enumerate(extents):
+                shift = int(targets[number] - starts[number])
+                stop = int(targets[number] + num_read[number])
+                for piece in extent.pieces:
+                    at = piece.offset + shift
+                    stored = memory[at : min(at + piece.nbytes, stop)]
+                    _decode(extent.read, piece, stored, pages, damaged)
 
-        return Job(fetch, use, end - start, one.segment.path)
+        return Job(fetch, use, int(rooms.sum()), one.segment.path)
+
+
+def _read_ranges(
+    fd: int,
+    advise: int,
+    starts: Numbers,
+    lengths: Numbers,
+    memory: Bytes,
+    targets: Numbers,
+    num_read: Numbers,
+) -> None:
+    """Read parts of a file, waiting for the disk; fewer bytes only where the file ends.
+
+    Args:
+        fd: The file.
+        advise: As for ``read_ranges``.
+        starts: Where the parts begin in it.
+        lengths: How long they are.
+        memory: Where they go.
+        targets: Where each goes in it.
+        num_read: Filled with the bytes read of each.
+
+    Raises:
+        OSError: The system could not read.
+    """
+    kernels, function = records.compiled_reads(), files.preadv2_address()
+    done = 0
+    if kernels is not None and function:
+        done = kernels.read_ranges(function, advise, fd, starts, lengths, memory, targets, num_read)
+    for number in range(done, len(starts)):  # a kernel cannot say what went wrong
+        begin = int(targets[number])
+        part = memory[begin : begin + int(lengths[number])]
+        num_read[number] = files.pread_into(fd, part, int(starts[number]))
 
 
 def _buffer_nbytes(form: SegmentFormat) -> int:

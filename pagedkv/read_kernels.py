@@ -11,7 +11,7 @@ from numba.extending import overload
 
 from pagedkv.kernel_cache import kernel
 from pagedkv.kernels import unpack_int8, unpack_raw
-from pagedkv.system_calls import preadv2
+from pagedkv.system_calls import preadv2, will_need
 
 _GAP_NBYTES = 16 * 2**10
 """Unwanted bytes between two records that are read along rather than reading twice."""
@@ -101,6 +101,47 @@ def read_records(
         misses += not is_whole
         begin = end
     return misses
+
+
+@kernel
+def read_ranges(
+    function: Any,
+    advise: Any,
+    fd: Any,
+    starts: Any,
+    lengths: Any,
+    memory: Any,
+    targets: Any,
+    num_read: Any,
+) -> Any:
+    """Read parts of a file, waiting for the disk.
+
+    Args:
+        function: Address of C's ``preadv2``.
+        advise: Address of C's ``posix_fadvise``, by which the system learns of all parts before it
+            is waited for the first one; 0 to leave that out.
+        fd: Descriptor of the file.
+        starts: Where each part begins, int64.
+        lengths: Bytes of each, int64.
+        memory: Where they go, uint8.
+        targets: Where each goes in it, int64.
+        num_read: Filled with the bytes of each, int64.
+
+    Returns:
+        How many were read whole, before one that was not.
+    """
+    address = np.int64(memory.ctypes.data)
+    for number in range(len(starts) if advise else 0):
+        will_need(advise, fd, starts[number], lengths[number])
+    for number in range(len(starts)):
+        if not 0 <= targets[number] <= len(memory) - lengths[number]:
+            return number
+        target = address + targets[number]
+        nbytes = preadv2(function, fd, target, lengths[number], starts[number], 0)
+        if nbytes != lengths[number]:
+            return number
+        num_read[number] = nbytes
+    return len(starts)
 
 
 def _unpack(

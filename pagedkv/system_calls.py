@@ -1,5 +1,6 @@
-"""The system's ``preadv2``, as a function for kernels: a batch of reads without the GIL."""
+"""The system's ``preadv2`` and ``posix_fadvise`` for kernels: a batch of reads without the GIL."""
 
+import os
 from typing import Any
 
 from llvmlite import ir
@@ -7,6 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+_WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 
 
@@ -43,3 +45,25 @@ def preadv2(
 
     int64 = types.int64
     return int64(int64, int64, int64, int64, int64, int64), codegen
+
+
+@intrinsic
+def will_need(_: Any, function: Any, fd: Any, offset: Any, nbytes: Any) -> Any:
+    """Let the system begin to read a part of a file; 0 if it does.
+
+    Args:
+        function: Address of C's ``posix_fadvise``.
+        fd: Descriptor of the file, int64.
+        offset: Where the part begins, int64.
+        nbytes: How long it is, int64.
+    """
+
+    def codegen(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        function, fd, offset, nbytes = args
+        kind = ir.FunctionType(_I32, [_I32, _I64, _I64, _I32])
+        arguments = [builder.trunc(fd, _I32), offset, nbytes, ir.Constant(_I32, _WILL_NEED)]
+        result = builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+        return builder.sext(result, _I64)
+
+    int64 = types.int64
+    return int64(int64, int64, int64, int64), codegen

@@ -8,9 +8,8 @@ stored. In a store that is mapped into memory they are attended where they lie.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +32,66 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """The buffers that a sequence stages in, made when they are first needed."""
+    """A sequence's staging buffers, and what has been begun to be read of the next layer."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, Bytes] = {}
+        self._num_waves = 0
+        self._ahead: deque[_Reading] = deque()
+        self._cuts: dict[int, list[int]] = {}
 
-    def buffer(self, wave: int) -> Bytes:
-        """The one for this wave, and for every third one after it."""
-        number = wave % _NUM_BUFFERS
-        if number not in self._buffers:
-            self._buffers[number] = aligned(STAGED_NBYTES // _NUM_BUFFERS)
-        return self._buffers[number]
+    def start(self, wave: "_Wave") -> "_Reading":
+        """Begin to read a wave into the next buffer, which nobody needs any more."""
+        number = self._num_waves % _NUM_BUFFERS
+        self._num_waves += 1
+
+        def buffer() -> Bytes:
+            if number not in self._buffers:
+                self._buffers[number] = aligned(STAGED_NBYTES // _NUM_BUFFERS)
+            return self._buffers[number]
+
+        return _Reading(wave, workers.start_reading(wave.stage, buffer))
+
+    def keep_ahead(self, reading: "deque[_Reading]") -> None:
+        """Keep what has been begun to be read of the next layer until that is attended."""
+        self._ahead = reading
+
+    def take_ahead(self, layer: int, pages: Sequence[Page], cuts: list[int]) -> "deque[_Reading]":
+        """What has been begun to be read of this layer; the rest is forgotten."""
+        self._cuts[layer] = cuts
+        taken: deque[_Reading] = deque()
+        for begin, end in pairwise(cuts):
+            if not self._ahead or not self._ahead[0].wave.is_of(layer, begin, pages[begin:end]):
+                break
+            taken.append(self._ahead.popleft())
+        self.forget_ahead()
+        return taken
+
+    def cuts_of(self, layer: int) -> list[int]:
+        """Where the scan of a layer was cut into waves when it was attended the last time."""
+        return self._cuts.get(layer, [])
+
+    def before_write(self, layer: int, first: int) -> None:
+        """Forget what was read ahead if it is of this layer, and of pages from ``first`` on."""
+        if any(one.wave.reaches(layer, first) for one in self._ahead):
+            self.forget_ahead()
+
+    def forget_ahead(self) -> None:
+        """Forget what was read ahead: pages of it may be about to change."""
+        while self._ahead:
+            self._ahead.popleft().future.exception()  # then nobody writes into the buffer any more
 
     def clear(self) -> None:
         """Give the memory back."""
+        self.forget_ahead()
         self._buffers.clear()
+
+
+class _Reading(NamedTuple):
+    """A wave that is being staged."""
+
+    wave: "_Wave"
+    future: "Future[None]"
 
 
 class Whereabouts:
@@ -96,7 +140,7 @@ def attend(
     staging: Staging,
     known: Whereabouts,
 ) -> None:
-    """Attend to one layer of consecutive pages.
+    """Attend to one layer of consecutive pages, and begin to read the next layer.
 
     Args:
         moves: Moves the group's pages between the tiers.
@@ -115,29 +159,33 @@ def attend(
         known.find(moves, pages, first, attention.chunk_pages)
         slots, cuts = known.slots, known.cuts
         if slots:
+            staging.take_ahead(layer, pages, [])
             places.counters.num_slices_attended += len(slots)
             with places.using(slots):
                 keys, values = slot_addresses(places.pool, layer, known.array)
                 attention.attend(first, Places(keys, values))
             return
-    waves = [_Wave(moves, begin, pages[begin:end], layer) for begin, end in pairwise(cuts)]
-    if len(waves) == 1:  # nothing to read beside it
-        waves[0].stage(partial(staging.buffer, 0))
-        waves[0].attend(attention)
-        return
-    reading: deque[Future[None]] = deque()
-    num_read = 0
+    num_full = attention.num_full_pages
+    reading = staging.take_ahead(layer, pages, cuts)
+    todo = deque(_waves(moves, pages, layer, cuts)[len(reading) :])
+    after = (layer + 1) % places.spec.held_layers
+    ahead = _waves(moves, pages[:num_full], after, staging.cuts_of(after))
+    todo += ahead[: _NUM_BUFFERS - 1]
     try:
-        for number, wave in enumerate(waves):
-            while num_read < min(number + _NUM_BUFFERS - 1, len(waves)):
-                buffer = partial(staging.buffer, num_read)
-                reading.append(workers.start_reading(waves[num_read].stage, buffer))
-                num_read += 1
-            reading.popleft().result()
+        for _ in pairwise(cuts):
+            while todo and len(reading) < _NUM_BUFFERS - 1:
+                reading.append(staging.start(todo.popleft()))
+            wave, future = reading.popleft()
+            future.result()
             wave.attend(attention)
     finally:
-        for one in reading:
-            one.exception()  # nobody writes into the buffers any more
+        staging.keep_ahead(reading)
+
+
+def _waves(moves: Mover, pages: Sequence[Page], layer: int, cuts: Sequence[int]) -> list["_Wave"]:
+    """The waves of a layer, as far as there are pages for whole ones."""
+    spans = [(begin, end) for begin, end in pairwise(cuts) if end <= len(pages)]
+    return [_Wave(moves, begin, pages[begin:end], layer) for begin, end in spans]
 
 
 class _Wave:
@@ -160,6 +208,14 @@ class _Wave:
         self._buffer: Callable[[], Bytes] | None = None
         self._free: Bytes | None = None  # what is left of it
         self._kept: list[object] = []  # what staged pages lie in
+
+    def is_of(self, layer: int, first: int, pages: Sequence[Page]) -> bool:
+        """Whether it is one of these pages in this layer."""
+        return (self._layer, self._first) == (layer, first) and self._pages == pages
+
+    def reaches(self, layer: int, page: int) -> bool:
+        """Whether it is of this layer, and has this page or one behind it."""
+        return self._layer == layer and self._first + len(self._pages) > page
 
     def stage(self, buffer: Callable[[], Bytes]) -> None:
         """Bring what is not in the pool within reach; ``buffer`` gives the one that is free."""

@@ -117,6 +117,8 @@ class PageAttention:
         chunk_tokens = self.chunk_pages * spec.page_tokens
         self.first_page = seen // chunk_tokens * self.chunk_pages
         """The first page that is wanted: it begins a chunk."""
+        self.num_full_pages = self._position // spec.page_tokens
+        """Pages of the tokens before the queries that are full: nothing is written into them."""
         self._num_chunks = -(-num_tokens // chunk_tokens) - self.first_page // self.chunk_pages
         state = (padded[0], padded[1], padded_group // self._together, 8)
         self._best = np.full((self._num_chunks, *state), -np.inf, np.float32)

@@ -317,6 +317,8 @@ class Sequence:
             raise ValueError(
                 f"the sequence holds {self.num_tokens} tokens and cannot be cut to {num_tokens}"
             )
+        for staging in self._staging:
+            staging.forget_ahead()
         num_pages = _pages_of(num_tokens, self._page_tokens)
         for number, group in enumerate(self._groups):
             group.release(self._tables[number][num_pages:])
@@ -333,12 +335,12 @@ class Sequence:
         if self._cache.is_closed or self._cache.is_of_parent:
             return  # nothing is left to give up; the lock of a parent may be held for ever
         self._cache.forget(self)
+        for staging in self._staging:
+            staging.clear()
         for number, group in enumerate(self._groups):
             group.release(self._tables[number])
         self._tables = [[] for _ in self._groups]
         self._spare = [[] for _ in self._groups]
-        for staging in self._staging:
-            staging.clear()
 
     def __enter__(self) -> Self:
         self._check_usable()
@@ -458,6 +460,7 @@ class Sequence:
     def _write(self, number: int, local: int, start: int, kinds: Seq[Array]) -> None:
         first, offset = divmod(start, self._page_tokens)
         pages = self._tables[number][first : _pages_of(start + len(kinds[0]), self._page_tokens)]
+        self._staging[number].before_write(local, first)
         slices.write_tokens(self._groups[number].moves, pages, local, offset, kinds)
 
     def _name_pages(self, number: int, num_full: int) -> list[Page]:

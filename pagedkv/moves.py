@@ -276,12 +276,12 @@ class Mover:
             return
         began = time.perf_counter()
         at = np.arange(len(pages)) if at is None else at
-        spilled = [number for number, page in enumerate(pages) if page.spill is not None]
-        for number in spilled:
-            record = pages[number].spill
-            assert record is not None
+        spills = [page.spill for page in pages]
+        spilled = [number for number, record in enumerate(spills) if record is not None]
+        if spilled:
             assert self.places.spill is not None
-            self.places.spill.read_layer(record, layer, out[at[number]])
+            found = [record for record in spills if record is not None]
+            self.places.spill.read_layers(found, layer, out, at[spilled])
         if len(spilled) < len(pages):
             left = np.delete(np.arange(len(pages)), spilled)
             stored = [pages[number] for number in left.tolist()]
@@ -392,7 +392,10 @@ class Mover:
         if self.places.spill is None:
             assert self.store is not None
             self.places.spill = SpillFile(
-                self._spec, self.store.scratch_dir, self.store.reserve_scratch
+                self._spec,
+                self.store.scratch_dir,
+                self.store.reserve_scratch,
+                self.store.read_deadline,
             )
         return self.places.spill
 

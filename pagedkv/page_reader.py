@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pagedkv import files, records
 from pagedkv.codec import Crcs, FiledRecords
 from pagedkv.disk_threads import DiskThreads, Job
+from pagedkv.file_ranges import read_ranges
 from pagedkv.files import Bytes
 from pagedkv.format import crc32c
 from pagedkv.lane import Segment
@@ -469,13 +470,14 @@ class PageReader:
         rooms = -(-(lengths + starts % _BLOCK_NBYTES) // _BLOCK_NBYTES) * _BLOCK_NBYTES
         targets = np.cumsum(rooms) - rooms + starts % _BLOCK_NBYTES
         num_read = np.zeros(len(extents), np.int64)
-        advise = 0 if self._direct else files.fadvise_address()
 
         def fetch(memory: Bytes) -> int:
             with files.translated(one.segment.path, "read"):
                 try:
                     with self._files.reading(one.segment, one.segment.path) as fd:
-                        _read_ranges(fd, advise, starts, lengths, memory, targets, num_read)
+                        read_ranges(
+                            fd, starts, lengths, memory, targets, num_read, hint=not self._direct
+                        )
                 except OSError as error:
                     if not files.is_vanished(error):
                         raise
@@ -491,39 +493,6 @@ class PageReader:
                     _decode(extent.read, piece, stored, pages, damaged)
 
         return Job(fetch, use, int(rooms.sum()), one.segment.path)
-
-
-def _read_ranges(
-    fd: int,
-    advise: int,
-    starts: Numbers,
-    lengths: Numbers,
-    memory: Bytes,
-    targets: Numbers,
-    num_read: Numbers,
-) -> None:
-    """Read parts of a file, waiting for the disk; fewer bytes only where the file ends.
-
-    Args:
-        fd: The file.
-        advise: As for ``read_ranges``.
-        starts: Where the parts begin in it.
-        lengths: How long they are.
-        memory: Where they go.
-        targets: Where each goes in it.
-        num_read: Filled with the bytes read of each.
-
-    Raises:
-        OSError: The system could not read.
-    """
-    kernels, function = records.compiled_reads(), files.preadv2_address()
-    done = 0
-    if kernels is not None and function:
-        done = kernels.read_ranges(function, advise, fd, starts, lengths, memory, targets, num_read)
-    for number in range(done, len(starts)):  # a kernel cannot say what went wrong
-        begin = int(targets[number])
-        part = memory[begin : begin + int(lengths[number])]
-        num_read[number] = files.pread_into(fd, part, int(starts[number]))
 
 
 def _buffer_nbytes(form: SegmentFormat) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numba.extending import overload
 
+from pagedkv.checksum import crc32c
 from pagedkv.kernel_cache import kernel
 from pagedkv.kernels import unpack_int8, unpack_raw
 from pagedkv.system_calls import preadv2, will_need
@@ -100,6 +101,48 @@ def read_records(
         was_read[begin:end] = is_whole
         misses += not is_whole
         begin = end
+    return misses
+
+
+@kernel
+def read_blocks(
+    function: Any,
+    flags: Any,
+    fd: Any,
+    offsets: Any,
+    nbytes: Any,
+    targets: Any,
+    max_misses: Any,
+    crcs: Any,
+    good: Any,
+    was_read: Any,
+) -> Any:
+    """Read blocks of one size straight to where they go, and verify them there.
+
+    Args:
+        function: Address of C's ``preadv2``.
+        flags: How to call it.
+        fd: Descriptor of the file.
+        offsets: Where each block begins in it, int64.
+        nbytes: Bytes of a block.
+        targets: Address that each goes to, int64.
+        max_misses: After so many reads that the system could not serve, no more are tried.
+        crcs: Expected checksums, uint32.
+        good: Flag of each, bool, cleared if it is damaged.
+        was_read: Flag of each, bool, set if it was read.
+
+    Returns:
+        Reads that the system could not serve.
+    """
+    misses = 0
+    for number in range(len(offsets)):
+        if misses == max_misses:
+            break
+        target = targets[number]
+        was_read[number] = preadv2(function, fd, target, nbytes, offsets[number], flags) == nbytes
+        misses += not was_read[number]
+        if was_read[number]:
+            good[number] = crc32c(target, nbytes) == crcs[number]
     return misses
 
 

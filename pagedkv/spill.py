@@ -6,8 +6,9 @@ a file without a name, as raw numbers, which is gone when its process is.
 """
 
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
+from pagedkv.disk_threads import DiskThreads, Job
 from pagedkv.errors import ClosedError, CorruptPageError
+from pagedkv.file_ranges import read_ranges
+from pagedkv.files import Bytes
+from pagedkv.records import Crcs, compiled_reads
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
 
+Numbers = npt.NDArray[np.int64]
 _UNWRITTEN = -1
+_NUM_THREADS = 4
+"""Requests to the disk that are in flight at once …"""
+_JOB_NBYTES = 2**20
+"""… and about how much each of them reads."""
+_MAX_TRIES = 4
+"""After so many reads that the page cache could not serve, the next one hardly can."""
 
 
 class SpillFile:
@@ -35,12 +47,20 @@ class SpillFile:
         folder: Where the file lives: the folder of the store's own lane.
         reserve: Called with the bytes by which the file is about to grow; raises
             ``StoreFullError`` when the store's bound leaves no room.
+        deadline: Seconds after which a read that hangs in the system is given up; None waits for
+            ever.
 
     Raises:
         StoreError: The file cannot be made; the message names the folder.
     """
 
-    def __init__(self, spec: KVSpec, folder: Path, reserve: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        folder: Path,
+        reserve: Callable[[int], None],
+        deadline: float | None = None,
+    ) -> None:
         self.spec = spec
         self._layer_nbytes = spec.layer_nbytes
         self._reserve = reserve
@@ -51,6 +71,9 @@ class SpillFile:
         self._unwritten: dict[tuple[int, int], Array] = {}  # (record, layer) that a write harmed
         self._num_users = 0
         self._is_closed = False
+        self._deadline = deadline
+        self._threads = DiskThreads(_NUM_THREADS)
+        weakref.finalize(self, self._threads.close).atexit = False
         self._where = f"the spill file in {folder}"
         with files.translated(folder):
             self._fd = files.scratch_file(folder)
@@ -124,33 +147,138 @@ class SpillFile:
             self.write_layer(record, layer, page[layer])
 
     def read_layer(self, record: int, layer: int, out: Array) -> None:
-        """Read one layer into ``out``, ``(kind, token, head, channel)``.
+        """``read_layers`` of one record, into ``(kind, token, head, channel)``."""
+        self.read_layers([record], layer, out[None])
+
+    def read_layers(
+        self, records: Sequence[int], layer: int, out: Array, at: Numbers | None = None
+    ) -> None:
+        """Read one layer of many records.
+
+        Args:
+            records: Which.
+            layer: Which layer of them.
+            out: ``(page, kind, token, head, channel)``.
+            at: For each record its place in ``out``; 0, 1, … by default.
 
         Raises:
             CorruptPageError: The bytes are not those that were written.
+            StoreTimeoutError: The disk did not answer in time; ``out`` is not touched any more.
             StoreError: The disk failed.
         """
-        kept = self._unwritten.get((record, layer))
-        if kept is not None:
-            out[...] = kept
+        places = np.arange(len(records)) if at is None else at
+        wanted = []
+        for number, (record, place) in enumerate(zip(records, places.tolist(), strict=True)):
+            kept = self._unwritten.get((record, layer))
+            if kept is not None:
+                out[place] = kept
+            elif self._crcs[record][layer] == _UNWRITTEN:
+                out[place] = np.zeros((), dtype=out.dtype)
+            else:
+                wanted.append(number)
+        if not wanted:
             return
-        crc = int(self._crcs[record][layer])
-        if crc == _UNWRITTEN:
-            out[...] = np.zeros((), dtype=out.dtype)
-            return
-        data = np.empty(self._layer_nbytes, dtype=np.uint8)
-        with self._open_file() as descriptor, files.translated(self._where):
-            done = files.pread_into(descriptor, data, self._offset(record, layer))
-        if done < len(data) or google_crc32c.value(data) != crc:
+        crcs = np.array([self._crcs[records[n]][layer] for n in wanted], np.int64)
+        offsets = np.array([self._offset(records[n], layer) for n in wanted], np.int64)
+        blocks = _as_blocks(out)
+        if blocks is None:
+            found = np.empty((len(wanted), self._layer_nbytes), np.uint8)
+            good = self._read(offsets, found, np.arange(len(wanted)), crcs.astype(np.uint32))
+            numbers = found.view(self.spec.np_dtype).reshape(-1, *self.spec.layer_shape)
+            out[places[wanted]] = numbers
+        else:
+            good = self._read(offsets, blocks, places[wanted], crcs.astype(np.uint32))
+        if not good.all():
             raise CorruptPageError(
                 f"layer {layer} of a page of a live sequence came back damaged from {self._where}"
             )
-        out[...] = data.view(self.spec.np_dtype).reshape(self.spec.layer_shape)
 
     def read_page(self, record: int, out: Array) -> None:
         """Read a whole page into ``out``, ``(layer, kind, token, head, channel)``."""
         for layer in range(self.spec.held_layers):
             self.read_layer(record, layer, out[layer])
+
+    def _read(self, offsets: Numbers, out: Array, at: Numbers, crcs: Crcs) -> npt.NDArray[np.bool_]:
+        """Read blocks of a layer into rows ``at`` of ``out``, uint8; which of them are good."""
+        good, was_read = np.ones(len(offsets), np.bool_), np.zeros(len(offsets), np.bool_)
+        with self._open_file() as fd, files.translated(self._where):
+            kernels, function = compiled_reads(), files.preadv2_address()
+            if kernels is not None and function:
+                targets = out.__array_interface__["data"][0] + at * out.strides[0]
+                kernels.read_blocks(
+                    function,
+                    files.NOW_FLAGS,
+                    fd,
+                    offsets,
+                    self._layer_nbytes,
+                    targets,
+                    _MAX_TRIES,
+                    crcs,
+                    good,
+                    was_read,
+                )
+            rest = np.flatnonzero(~was_read)
+            if len(rest):
+                self._read_cold(fd, offsets[rest], out, at[rest], crcs[rest], good, rest)
+        return good
+
+    def _read_cold(
+        self,
+        fd: int,
+        offsets: Numbers,
+        out: Array,
+        at: Numbers,
+        crcs: Crcs,
+        good: npt.NDArray[np.bool_],
+        numbers: Numbers,
+    ) -> None:
+        """The same by disk threads, which wait for the disk; flags go to ``good[numbers]``."""
+        order = np.argsort(offsets, kind="stable")
+        size = self._layer_nbytes
+        most = max(1, min(_JOB_NBYTES // size, -(-len(order) // _NUM_THREADS)))
+        jobs = []
+        for begin in range(0, len(order), most):
+            part = order[begin : begin + most]
+            jobs.append(
+                self._job(fd, offsets[part], out, at[part], crcs[part], good, numbers[part])
+            )
+        expires = None if self._deadline is None else time.monotonic() + self._deadline
+        try:
+            self._threads.start(jobs)
+            self._threads.wait(jobs, expires)
+        except BaseException:
+            self._threads.call_off(jobs)
+            raise
+
+    def _job(
+        self,
+        fd: int,
+        offsets: Numbers,
+        out: Array,
+        at: Numbers,
+        crcs: Crcs,
+        good: npt.NDArray[np.bool_],
+        numbers: Numbers,
+    ) -> Job:
+        size = self._layer_nbytes
+        targets = np.arange(len(offsets), dtype=np.int64) * size
+        num_read = np.zeros(len(offsets), np.int64)
+
+        def fetch(memory: Bytes) -> int:
+            with files.translated(self._where):
+                lengths = np.full(len(offsets), size, np.int64)
+                read_ranges(fd, offsets, lengths, memory, targets, num_read)
+            return int(num_read.sum())
+
+        def use(memory: Bytes, _: int) -> None:
+            for number, target in enumerate(targets.tolist()):
+                data = memory[target : target + int(num_read[number])]
+                is_good = len(data) == size and google_crc32c.value(data) == crcs[number]
+                good[numbers[number]] = is_good
+                if is_good:
+                    out[at[number]] = data
+
+        return Job(fetch, use, len(offsets) * size, self._where)
 
     def close(self) -> None:
         """Wait for reads and writes in progress, then drop the file and all that is in it."""
@@ -158,6 +286,7 @@ class SpillFile:
             self._is_closed = True
             while self._num_users:
                 self._lock.wait()
+            self._threads.close()
             self._close_file()
 
     @contextmanager
@@ -176,3 +305,13 @@ class SpillFile:
 
     def _offset(self, record: int, layer: int) -> int:
         return (record * self.spec.held_layers + layer) * self._layer_nbytes
+
+
+def _as_blocks(out: Array) -> Array | None:
+    """``(page, byte)`` of contiguous layers ``(page, kind, token, head, channel)``, if they are."""
+    if not len(out) or not out[0].flags.c_contiguous:
+        return None
+    rows: Array = np.lib.stride_tricks.as_strided(
+        out.view(np.uint8), (len(out), out[0].nbytes), (out.strides[0], 1)
+    )
+    return rows

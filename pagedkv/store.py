@@ -70,13 +70,15 @@ class PageStore:
     ) -> None:
         self.path = path
         self.memory_map = memory_map
+        """Whether segments are mapped into memory for attention."""
         self.lane_lock = lane_lock
         self._header = header
         self._contents = Contents(path, header)
         self._files = PageReader(num_threads=read_threads, direct=direct)
         weakref.finalize(self, self._files.close).atexit = False
         self._rows = RowReader(self._contents, self._files)
-        self._read_deadline = read_deadline
+        self.read_deadline = read_deadline
+        """Seconds after which a read that hangs in the system is given up; None waits for ever."""
         self._lock = threading.Lock()
         self._no_writes = threading.Condition(self._lock)
         self._num_writes = 0
@@ -640,7 +642,7 @@ class PageStore:
         return self._writer
 
     def _deadline(self, deadline: float | None) -> float | None:
-        return self._read_deadline if deadline is None else deadline
+        return self.read_deadline if deadline is None else deadline
 
     def _check_group(self, group: int) -> int:
         if not 0 <= group < len(self.specs):

@@ -424,7 +424,7 @@ POINTS: list[tuple[Any, str, bool]] = [
     (SpillFile, "allocate", False),
     (SpillFile, "write_page", True),
     (SpillFile, "write_layer", False),
-    (SpillFile, "read_layer", False),
+    (SpillFile, "read_layers", False),
     (SlotPool, "allocate", False),
     (Mover, "find_rows", False),
     (CacheLock, "wait", True),

@@ -251,8 +251,8 @@ def test_a_model_that_changes_the_values_since_is_refused(tmp_path: Path) -> Non
         module, states = model.model.layers[0].self_attn, torch.ones(1, 2, 1, 16)
         cache.begin_forward(None, None, None, attends_to_pages=True)
         for layer in range(3):
-            cache.update_layer(layer, states, states)
-        keys, values = cache.update_layer(0, states, states)
+            cache.update(states, states, layer)
+        keys, values = cache.update(states, states, 0)
         with pytest.raises(ValueError, match="changed the values of layer 0"):
             paged_attention(module, torch.ones(1, 4, 1, 16), keys, values * 2, None)
 

@@ -1,7 +1,6 @@
 """``attn_implementation="pagedkv"``: attention over the block table, without gathering it."""
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +26,10 @@ MAX_QUERIES = 16
 """More tokens at once are attended by torch, over gathered pages."""
 
 _PAGES = "_pagedkv_pages"
-_NOT_OVER_PAGES = ("s_aux", "sinks", "head_mask", "position_bias", "indices", "block_indices")
+_NOT_OVER_PAGES = {
+    *("s_aux", "sinks", "head_mask", "position_bias"),
+    *("indices", "block_indices"),
+}
 
 _INSTEAD = (
     f"{ATTENTION_NAME!r} cannot do that over pages, which are gathered for it and attended by the "
@@ -37,8 +39,7 @@ _INSTEAD = (
 _warned: set[tuple[type, str]] = set()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pages:
+class Pages(NamedTuple):
     """The mark on keys that a ``PagedCache`` returned.
 
     Args:
@@ -56,7 +57,7 @@ class Pages:
 
 def mark(keys: torch.Tensor, pages: Pages) -> torch.Tensor:
     """``keys`` as another tensor, by which ``paged_attention`` knows where they are from."""
-    marked = keys.view(keys.shape)  # marked itself, and not what the model keeps
+    marked = keys.view_as(keys)  # marked itself, and not what the model keeps
     setattr(marked, _PAGES, pages)
     return marked
 
@@ -84,16 +85,18 @@ def paged_attention(
             the values since the cache returned them.
     """
     pages: Pages | None = getattr(key, _PAGES, None)
-    wants_weights = bool(kwargs.get("output_attentions"))
+    wants_weights = "output_attentions" in kwargs and bool(kwargs["output_attentions"])
     if pages is not None:
-        cache, layer = pages.cache, pages.layer
-        cache.note_attention(layer, is_untouched=value is pages.values)
+        cache, layer, values, is_whole = pages
+        cache.note_attention(layer, is_untouched=value is values)
         wants_weights = wants_weights or cache.wants_weights
         obstacle = _obstacle(module, dropout, softcap, kwargs, wants_weights)
-        if not pages.is_whole:
+        if not is_whole:
             seen = cache.seen_through(attention_mask, query.shape[2])
             if obstacle is None and seen.is_causal:
-                out = cache.attend(layer, to_numpy(query), scaling, seen.window, softcap)
+                out = cache.sequence.attend(
+                    layer, to_numpy(query), scaling, window=seen.window, soft_cap=softcap
+                )
                 attended = to_torch(out)
                 if not query.is_cpu:
                     attended = attended.to(query.device)
@@ -169,8 +172,8 @@ def _obstacle(
         return "output_attentions"
     if dropout:
         return "dropout"
-    for name in _NOT_OVER_PAGES:
-        if kwargs.get(name) is not None:
+    for name in _NOT_OVER_PAGES & kwargs.keys():
+        if kwargs[name] is not None:
             return name
     if softcap is None and not own_attention(type(module).__module__).supports_sdpa:
         return "what torch does not support"  # only of a cap is it known that it is all

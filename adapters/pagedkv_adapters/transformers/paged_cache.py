@@ -1,6 +1,6 @@
 """``PagedCache``: one sequence of a ``PagedKVCache`` in the shape that transformers expects."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -71,7 +71,7 @@ class PagedCache(Cache):
         """Tokens of the prompt whose KV was found in pool or store."""
         self._prompt = _with_unknown(self.sequence.tokens, self.num_reused_tokens)
         self._seen = self._prompt  # ids of the tokens that the sequence holds
-        self._gathered = ExitStack()
+        self._gathered: AbstractContextManager[Any] | None = None  # what the last call returned
         self.wants_weights = False
         """Whether this forward pass returns the weights of its attention."""
         self._attends_to_pages: bool | None = False
@@ -153,7 +153,7 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Give up the pages; committed ones stay cached."""
-        self._gathered.close()
+        self._end_gather()
         self.sequence.close()
 
     def __enter__(self) -> Self:
@@ -193,7 +193,7 @@ class PagedCache(Cache):
         self._settle()
         self._attends_to_pages = attends_to_pages
         self.wants_weights = wants_weights
-        past = self.sequence.num_tokens
+        past = self._past
         if input_ids is None:  # embeddings: their ids are unknown, and so is what commit gets
             self._seen = self._seen[:past]
             return
@@ -236,35 +236,44 @@ class PagedCache(Cache):
             [True] * len(self.layers)
         )
 
-    def update_layer(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to one layer; all keys and values of it, ``(1, head, token, channel)``.
 
         The tensors are valid until the next call. Where the model attends to pages, they are those
-        of the new tokens only, marked for ``attend``.
+        of the new tokens only, marked for ``paged_attention``.
+
+        Raises:
+            ValueError: The batch is not 1, or the keys of the layer before were not attended.
         """
-        if layer == 0:
+        if layer_idx == 0:
             self._settle()
         elif self._marked is not None:
             self._check_attended()
-        self._gathered.close()
-        for name, tensor in (("key_states", keys), ("value_states", values)):
-            if tensor.ndim != 4 or tensor.shape[0] != 1:
-                raise ValueError(
-                    f"{name} have shape {tuple(tensor.shape)}: PagedCache holds one sequence, "
-                    "so the batch (beams, returned sequences) must be 1"
-                )
-        self._past = past = self.sequence.num_tokens
-        self.sequence.append_layer(layer, to_numpy(keys), to_numpy(values))
-        is_whole = not (self._attends_to_pages and past and keys.shape[2] <= MAX_QUERIES)
-        if is_whole and past:
-            keys, values = self.gather_layer(layer, keys, values)
-        if self._attends_to_pages is not False:
-            if not is_whole:
-                self._marked = layer
-            keys = mark(keys, Pages(cache=self, layer=layer, values=values, is_whole=is_whole))
-        return keys, values
+        self._end_gather()
+        shape = key_states.shape
+        if len(shape) != 4 or shape[0] != 1 or value_states.shape[0] != 1:
+            raise ValueError(
+                f"key_states have shape {tuple(shape)} and value_states "
+                f"{tuple(value_states.shape)}: PagedCache holds one sequence, so the batch (beams, "
+                "returned sequences) must be 1"
+            )
+        self.sequence.append_layer(layer_idx, to_numpy(key_states), to_numpy(value_states))
+        is_whole = not (self._attends_to_pages and self._past and shape[2] <= MAX_QUERIES)
+        if is_whole:
+            if self._past:
+                key_states, value_states = self.gather_layer(layer_idx, key_states, value_states)
+            if self._attends_to_pages is False:
+                return key_states, value_states
+        else:
+            self._marked = layer_idx
+        return mark(key_states, Pages(self, layer_idx, value_states, is_whole)), value_states
 
     def gather_layer(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
@@ -276,36 +285,22 @@ class PagedCache(Cache):
             keys: The newest of them, which the layer holds already.
             values: The same.
         """
-        count = keys.shape[2]
-        if count > 1:
+        if keys.shape[2] > 1:
             with self.sequence.gather(layer, self._past) as held:
                 before = [to_torch(array).transpose(1, 2).to(keys.device) for array in held]
                 k = torch.cat([before[0], keys], dim=2)
                 v = torch.cat([before[1], values], dim=2)
         else:
-            held = self._gathered.enter_context(self.sequence.gather(layer))
+            self._gathered = self.sequence.gather(layer)
+            held = self._gathered.__enter__()
             k, v = (to_torch(array).transpose(1, 2).to(keys.device) for array in held)
             if layer == len(self.layers) - 1:
                 k, v = k.clone(), v.clone()  # no call follows that would end the gather
-                self._gathered.close()
+                self._end_gather()
         return no_gradient(k, keys), no_gradient(v, values)
 
-    def attend(
-        self,
-        layer: int,
-        queries: npt.NDArray[Any],
-        scale: float | None,
-        window: int | None,
-        soft_cap: float | None,
-    ) -> npt.NDArray[Any]:
-        """Attention of a layer's newest tokens, ``(token, q_head, channel)``, to all its pages.
-
-        The arguments are those of ``pagedkv.Sequence.attend``.
-        """
-        return self.sequence.attend(layer, queries, scale, window=window, soft_cap=soft_cap)
-
     def note_attention(self, layer: int, *, is_untouched: bool) -> None:
-        """What ``update_layer`` returned came to ``paged_attention``.
+        """What ``update`` returned came to ``paged_attention``.
 
         Args:
             layer: Of which layer.
@@ -340,11 +335,17 @@ class PagedCache(Cache):
 
     def _settle(self) -> None:
         """End the last gather, and drop what a forward pass that failed left in some layers."""
-        self._gathered.close()
-        self.sequence.truncate(self.sequence.num_tokens)
+        self._end_gather()
+        self._past = self.sequence.num_tokens
+        self.sequence.truncate(self._past)
         self._marked = None
         self._arrived.clear()
         self._masks.clear()
+
+    def _end_gather(self) -> None:
+        if self._gathered is not None:
+            gathered, self._gathered = self._gathered, None
+            gathered.__exit__(None, None, None)
 
     def _check_attended(self) -> None:
         """``ValueError`` if the model did something else with the keys of the layer before."""
@@ -364,17 +365,17 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
 
     def __init__(self, cache: PagedCache, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers
+        self.is_initialized = True
         self._cache = cache
         self._layer = layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
+        """Do nothing: the pages are there."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.is_initialized = True
-        return self._cache.update_layer(self._layer, key_states, value_states)
+        return self._cache.update(key_states, value_states, self._layer)
 
     def get_seq_length(self) -> int:
         return self._cache.sequence.num_tokens

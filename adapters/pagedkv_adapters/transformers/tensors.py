@@ -22,11 +22,12 @@ def to_numpy(states: torch.Tensor) -> npt.NDArray[Any]:
 
 def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
     """``(token, head, channel)`` as ``(1, token, head, channel)``: a view, to be read only."""
-    view = array.view()
-    view.flags.writeable = True  # torch knows no read-only tensors and warns
-    if view.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(view.view(np.int16)).view(torch.bfloat16)[None]
-    return torch.from_numpy(view)[None]
+    if not array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = True  # torch knows no read-only tensors and warns
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array[None].view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array[None])
 
 
 def no_gradient(states: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:

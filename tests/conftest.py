@@ -61,6 +61,23 @@ def smollm2(smollm2_folder: Path) -> tuple[Any, Any]:
     return load(smollm2_folder)
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """torch computes in one thread: results are then the same to the bit."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for the user, fingerprints among it, is kept for this test only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for the disk, where a test is not about what survives a power cut."""

@@ -19,24 +19,14 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 import pagedkv as pk
 from pagedkv_adapters.transformers import PagedCache, fingerprint, spec_for
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.usefixtures("one_torch_thread", "own_cache_folder"),
+]
 
 NUM_PROMPT = 300
 NUM_REUSABLE = 288
 """Tokens in the full pages of the prompt."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -453,9 +443,22 @@ def test_a_prompt_may_be_any_row_of_ids(
         (tiny.deepseek_v3, "latent attention"),
         (tiny.mamba, "keep no plain KV: linear_attention"),
         (tiny.gemma4, "layers that differ in their KV heads"),
+        (tiny.doge, "hides tokens by their weight"),
+        (tiny.mimo_v2, "values of 128 channels and keys of 16"),
         (lambda: tiny.llama().to(torch.float64), "computes in torch.float64"),
     ],
-    ids=["T5", "dynamic NTK", "longrope", "Gemma 3n", "DeepSeek V3", "Mamba", "Gemma 4", "float64"],
+    ids=[
+        "T5",
+        "dynamic NTK",
+        "longrope",
+        "Gemma 3n",
+        "DeepSeek V3",
+        "Mamba",
+        "Gemma 4",
+        "Doge",
+        "MiMo V2",
+        "float64",
+    ],
 )
 def test_a_model_whose_kv_pages_cannot_hold_is_refused_with_the_reason(
     build: Any, reason: str

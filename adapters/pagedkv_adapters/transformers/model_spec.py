@@ -68,6 +68,11 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
             f"{name} attends to later tokens too (use_bidirectional_attention), so that the KV of "
             "a prefix depends on what follows"
         )
+    if getattr(config, "keep_window_size", None):
+        raise ValueError(
+            f"{name} hides tokens by their weight (keep_window_size), so that the KV of a prefix "
+            "depends on what follows"
+        )
     if model.dtype not in _DTYPES:
         known = ", ".join(_DTYPES.values())
         raise ValueError(f"{name} computes in {model.dtype}: load it in one of {known}")
@@ -76,6 +81,12 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
         raise ValueError(f"{name} has layers that keep no plain KV: {', '.join(sorted(others))}")
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"{name} uses latent attention (kv_lora_rank), which is not supported yet")
+    value_dim = getattr(config, "v_head_dim", None)
+    if value_dim and value_dim != (getattr(config, "head_dim", None) or value_dim):
+        raise ValueError(
+            f"{name} has values of {value_dim} channels and keys of {config.head_dim}, which is "
+            "not supported yet"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(f"{name} shares KV between layers, which is not supported yet")
     for kind in _rope_types(getattr(config, "rope_parameters", None)):

@@ -1,10 +1,8 @@
 """``PagedCache``: one sequence of a ``PagedKVCache`` in the shape that transformers expects."""
 
-import inspect
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +11,22 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import pagedkv as pk
-from pagedkv_adapters.transformers.attention import ATTENTION_NAME, MAX_QUERIES, Pages, mark
+from pagedkv_adapters.transformers.attention import (
+    ATTENTION_NAME,
+    MAX_QUERIES,
+    Pages,
+    Seen,
+    mark,
+    seen_through,
+)
+from pagedkv_adapters.transformers.model_hook import watch
 from pagedkv_adapters.transformers.model_spec import spec_for
-from pagedkv_adapters.transformers.tensors import to_numpy, to_torch
+from pagedkv_adapters.transformers.tensors import no_gradient, to_numpy, to_torch
 
 Ids = npt.NDArray[np.int64]
 
 _UNKNOWN = -1
 """In place of a token id that was not seen."""
-
-_MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")
-"""How the arguments begin by which models take what is no text."""
 
 
 class PagedCache(Cache):
@@ -35,7 +38,8 @@ class PagedCache(Cache):
     refuses, before anything is computed, what would put wrong numbers under a prompt's key.
 
     With ``attn_implementation="pagedkv"`` the model attends to the pages where they are; with any
-    other, each layer's are gathered first.
+    other, each layer's are gathered first. So they are for models that cannot attend to pages,
+    which the log says once.
 
     Close it, or use it in a ``with`` statement: until then its pages are kept.
 
@@ -67,13 +71,15 @@ class PagedCache(Cache):
         """Tokens of the prompt whose KV was found in pool or store."""
         self._prompt = _with_unknown(self.sequence.tokens, self.num_reused_tokens)
         self._seen = self._prompt  # ids of the tokens that the sequence holds
-        self._gathered = ExitStack()
-        self._attends_to_pages = False
+        self._gathered: AbstractContextManager[Any] | None = None  # what the last call returned
+        self.wants_weights = False
+        """Whether this forward pass returns the weights of its attention."""
+        self._attends_to_pages: bool | None = False
         self._marked: int | None = None  # the layer whose keys' attention is still to come
-        _refuse_other_attention(model)
-        if model not in _WATCHED:
-            _WATCHED.add(model)
-            model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        self._past = 0  # tokens before those that this forward pass appends
+        self._arrived: dict[int, bool] = {}  # layers whose keys did, and whether as returned
+        self._masks: list[tuple[torch.Tensor | None, Seen]] = []  # of this forward pass
+        watch(model, PagedCache)
         super().__init__(layers=[_PagedLayer(self, layer) for layer in range(spec.num_layers)])
 
     @classmethod
@@ -147,7 +153,7 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Give up the pages; committed ones stay cached."""
-        self._gathered.close()
+        self._end_gather()
         self.sequence.close()
 
     def __enter__(self) -> Self:
@@ -167,7 +173,8 @@ class PagedCache(Cache):
         attention_mask: object,
         position_ids: torch.Tensor | None,
         *,
-        attends_to_pages: bool = False,
+        attends_to_pages: bool | None = False,
+        wants_weights: bool = False,
     ) -> None:
         """Look at the arguments of a forward pass before it is computed.
 
@@ -175,7 +182,9 @@ class PagedCache(Cache):
             input_ids: What it is given.
             attention_mask: The same.
             position_ids: The same.
-            attends_to_pages: Whether the model's attention is this package's.
+            attends_to_pages: Whether the model's attention is this package's; None if that is to
+                be found out in this pass, during which pages are gathered.
+            wants_weights: Whether the pass is to return the weights of its attention.
 
         Raises:
             ValueError: There are several rows, hidden tokens, positions other than those that
@@ -183,7 +192,8 @@ class PagedCache(Cache):
         """
         self._settle()
         self._attends_to_pages = attends_to_pages
-        past = self.sequence.num_tokens
+        self.wants_weights = wants_weights
+        past = self._past
         if input_ids is None:  # embeddings: their ids are unknown, and so is what commit gets
             self._seen = self._seen[:past]
             return
@@ -210,59 +220,112 @@ class PagedCache(Cache):
         _require_equal(self._prompt[past:], new, "input_ids", "from_prompt was given", at=past)
         self._seen = np.concatenate([_with_unknown(self._seen, past), new])
 
-    def update_layer(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    def end_forward(self) -> bool | None:
+        """Look at what a forward pass did after it was computed.
+
+        Returns:
+            Whether the model attends to what its cache returns, if that was to be found out.
+
+        Raises:
+            ValueError: The pass attended to the newest tokens of the last layer only.
+        """
+        self._check_attended()
+        if self._attends_to_pages is not None:
+            return None
+        return [self._arrived.get(layer) for layer in range(len(self.layers))] == (
+            [True] * len(self.layers)
+        )
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to one layer; all keys and values of it, ``(1, head, token, channel)``.
 
         The tensors are valid until the next call. Where the model attends to pages, they are those
-        of the new tokens only, marked for ``attend``.
-        """
-        if layer == 0:
-            self._settle()
-        self._gathered.close()
-        self._check_attended()
-        for name, tensor in (("key_states", keys), ("value_states", values)):
-            if tensor.ndim != 4 or tensor.shape[0] != 1:
-                raise ValueError(
-                    f"{name} have shape {tuple(tensor.shape)}: PagedCache holds one sequence, "
-                    "so the batch (beams, returned sequences) must be 1"
-                )
-        past = self.sequence.num_tokens
-        count = keys.shape[2]
-        device = keys.device
-        self.sequence.append_layer(layer, to_numpy(keys), to_numpy(values))
-        if past == 0:
-            return keys, values
-        if self._attends_to_pages and count <= MAX_QUERIES:
-            keys = keys.detach().view(keys.shape)  # marked itself, and not what the model keeps
-            mark(keys, Pages(self, layer))
-            self._marked = layer
-            return keys, values
-        if count > 1:
-            with self.sequence.gather(layer, past) as held:
-                before = [to_torch(array).to(device) for array in held]
-                return (
-                    torch.cat([before[0], keys], dim=2),
-                    torch.cat([before[1], values], dim=2),
-                )
-        held = self._gathered.enter_context(self.sequence.gather(layer))
-        k, v = (to_torch(array).to(device) for array in held)
-        if layer == len(self.layers) - 1:
-            k, v = k.clone(), v.clone()  # no call follows that would end the gather
-            self._gathered.close()
-        return k, v
+        of the new tokens only, marked for ``paged_attention``.
 
-    def attend(self, layer: int, queries: npt.NDArray[Any], **rule: Any) -> npt.NDArray[Any]:
-        """Attention of a layer's newest tokens, ``(token, head, channel)``, to all its pages.
+        Raises:
+            ValueError: The batch is not 1, or the keys of the layer before were not attended.
+        """
+        if layer_idx == 0:
+            self._settle()
+        elif self._marked is not None:
+            self._check_attended()
+        self._end_gather()
+        shape = key_states.shape
+        if len(shape) != 4 or shape[0] != 1 or value_states.shape[0] != 1:
+            raise ValueError(
+                f"key_states have shape {tuple(shape)} and value_states "
+                f"{tuple(value_states.shape)}: PagedCache holds one sequence, so the batch (beams, "
+                "returned sequences) must be 1"
+            )
+        self.sequence.append_layer(layer_idx, to_numpy(key_states), to_numpy(value_states))
+        is_whole = not (self._attends_to_pages and self._past and shape[2] <= MAX_QUERIES)
+        if is_whole:
+            if self._past:
+                key_states, value_states = self.gather_layer(layer_idx, key_states, value_states)
+            if self._attends_to_pages is False:
+                return key_states, value_states
+        else:
+            self._marked = layer_idx
+        return mark(key_states, Pages(self, layer_idx, value_states, is_whole)), value_states
+
+    def gather_layer(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, ``(1, head, token, channel)``, valid until the next call.
 
         Args:
             layer: Which layer.
-            queries: ``(token, q_head, channel)``.
-            **rule: As for ``pagedkv.Sequence.attend``.
+            keys: The newest of them, which the layer holds already.
+            values: The same.
         """
+        if keys.shape[2] > 1:
+            with self.sequence.gather(layer, self._past) as held:
+                before = [to_torch(array).transpose(1, 2).to(keys.device) for array in held]
+                k = torch.cat([before[0], keys], dim=2)
+                v = torch.cat([before[1], values], dim=2)
+        else:
+            self._gathered = self.sequence.gather(layer)
+            held = self._gathered.__enter__()
+            k, v = (to_torch(array).transpose(1, 2).to(keys.device) for array in held)
+            if layer == len(self.layers) - 1:
+                k, v = k.clone(), v.clone()  # no call follows that would end the gather
+                self._end_gather()
+        return no_gradient(k, keys), no_gradient(v, values)
+
+    def note_attention(self, layer: int, *, is_untouched: bool) -> None:
+        """What ``update`` returned came to ``paged_attention``.
+
+        Args:
+            layer: Of which layer.
+            is_untouched: Whether the values are those that were returned.
+
+        Raises:
+            ValueError: They are others, of the newest tokens only.
+        """
+        if self._marked is not None and not is_untouched:
+            raise ValueError(
+                f"the model changed the values of layer {layer} before it attended to them by "
+                f"{ATTENTION_NAME!r}: load it with attn_implementation='sdpa'"
+            )
         self._marked = None
-        return self.sequence.attend(layer, queries, **rule)
+        if self._attends_to_pages is None:
+            self._arrived[layer] = is_untouched and self._arrived.get(layer, True)
+
+    def seen_through(self, mask: torch.Tensor | None, num_queries: int) -> Seen:
+        """What the newest tokens see through a mask; computed once for all layers that share it."""
+        for known, seen in self._masks:
+            if known is mask:
+                return seen
+        seen = seen_through(mask, num_queries, self._past + num_queries)
+        self._masks.append((mask, seen))
+        return seen
 
     def reset(self) -> None:
         """Drop all tokens."""
@@ -272,9 +335,17 @@ class PagedCache(Cache):
 
     def _settle(self) -> None:
         """End the last gather, and drop what a forward pass that failed left in some layers."""
-        self._gathered.close()
-        self.sequence.truncate(self.sequence.num_tokens)
+        self._end_gather()
+        self._past = self.sequence.num_tokens
+        self.sequence.truncate(self._past)
         self._marked = None
+        self._arrived.clear()
+        self._masks.clear()
+
+    def _end_gather(self) -> None:
+        if self._gathered is not None:
+            gathered, self._gathered = self._gathered, None
+            gathered.__exit__(None, None, None)
 
     def _check_attended(self) -> None:
         """``ValueError`` if the model did something else with the keys of the layer before."""
@@ -294,17 +365,17 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
 
     def __init__(self, cache: PagedCache, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers
+        self.is_initialized = True
         self._cache = cache
         self._layer = layer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
+        """Do nothing: the pages are there."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.is_initialized = True
-        return self._cache.update_layer(self._layer, key_states, value_states)
+        return self._cache.update(key_states, value_states, self._layer)
 
     def get_seq_length(self) -> int:
         return self._cache.sequence.num_tokens
@@ -343,48 +414,6 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         raise NotImplementedError("PagedCache holds one sequence: there is nothing to select from")
-
-
-_WATCHED: WeakSet[PreTrainedModel] = WeakSet()
-"""Models that have the hook."""
-
-
-def _before_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    values = (*args, *kwargs.values())
-    cache = next((value for value in values if isinstance(value, PagedCache)), None)
-    if cache is None:
-        return
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
-    media = [n for n, v in given.items() if n.startswith(_MEDIA) and v is not None]
-    if media:
-        raise ValueError(
-            f"{', '.join(media)} given: PagedCache takes text only, since page keys name nothing "
-            "but token ids"
-        )
-    cache.begin_forward(
-        given.get("input_ids"),
-        given.get("attention_mask"),
-        given.get("position_ids"),
-        attends_to_pages=_attention_of(model) == ATTENTION_NAME,
-    )
-
-
-def _attention_of(model: Any) -> str | None:
-    """The model's ``attn_implementation``."""
-    config = model.config.get_text_config(decoder=True)
-    name: str | None = getattr(config, "_attn_implementation", None)
-    return name
-
-
-def _refuse_other_attention(model: PreTrainedModel) -> None:
-    """``ValueError`` if the model is to attend to pages, but has an attention of its own."""
-    if _attention_of(model) == ATTENTION_NAME and not model._supports_attention_backend:
-        raise ValueError(
-            f"{type(model).__name__} has an attention of its own, which"
-            f" attn_implementation={ATTENTION_NAME!r} cannot replace: load it with 'sdpa' or"
-            " 'eager'"
-        )
 
 
 def _require_equal(known: Ids, given: Ids, name: str, source: str, at: int = 0) -> None:

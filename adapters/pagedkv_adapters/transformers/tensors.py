@@ -10,20 +10,44 @@ import torch
 
 def to_numpy(states: torch.Tensor) -> npt.NDArray[Any]:
     """``(1, head, token, channel)`` as ``(token, head, channel)``: a view."""
-    tokens = states.detach().cpu()[0].transpose(0, 1)
-    if tokens.dtype == torch.bfloat16:
-        view: npt.NDArray[Any] = tokens.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return view
-    array: npt.NDArray[Any] = tokens.numpy()
-    return array
+    if states.requires_grad or not states.is_cpu:
+        states = states.detach().cpu()
+    if states.dtype == torch.bfloat16:
+        array: npt.NDArray[Any] = states.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        array = states.numpy()
+    tokens: npt.NDArray[Any] = array[0].swapaxes(0, 1)
+    return tokens
 
 
 def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
-    """``(token, head, channel)`` as ``(1, head, token, channel)``: a view, to be read only."""
-    view = array.view()
-    view.flags.writeable = True  # torch knows no read-only tensors and warns
-    if view.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(view.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(view)
-    return tensor.transpose(0, 1)[None]
+    """``(token, head, channel)`` as ``(1, token, head, channel)``: a view, to be read only."""
+    if not array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = True  # torch knows no read-only tensors and warns
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array[None].view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array[None])
+
+
+def no_gradient(states: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    """``states``, through which no gradient goes back to ``sources``: ``backward`` says so."""
+    if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
+        refusing: torch.Tensor = _Refusing.apply(states, *sources)  # type: ignore[no-untyped-call]  # torch
+        return refusing
+    return states
+
+
+class _Refusing(torch.autograd.Function):
+    """Passes numbers on, and refuses gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        raise RuntimeError(
+            "there is no gradient through the pages of a PagedCache: train without a cache, or "
+            "give all tokens in one forward pass"
+        )

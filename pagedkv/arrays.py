@@ -54,11 +54,11 @@ def check_kinds(
     if spec.num_kinds == 1 and kinds[1] is not None:
         raise ValueError("v was given, but the spec has num_kinds 1: one array a token")
     arrays = [np.asarray(values) for values in kinds[: spec.num_kinds]]
-    axes = ", ".join([*map(str, lead), "tokens", str(spec.held_heads), str(spec.head_dim)])
     for name, values in zip(names, arrays, strict=True):
         shape = values.shape
         fits = shape[: len(lead)] == lead and shape[-2:] == (spec.held_heads, spec.head_dim)
         if len(shape) != len(lead) + 3 or not fits:
+            axes = ", ".join([*map(str, lead), "tokens", str(spec.held_heads), str(spec.head_dim)])
             raise ValueError(f"{name} has shape {shape}: it must be ({axes})")
         if shape != arrays[0].shape:
             raise ValueError(f"v has shape {shape}, but k has {arrays[0].shape}")

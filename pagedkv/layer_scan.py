@@ -99,13 +99,13 @@ class Whereabouts:
 
     Attributes:
         slots: Slot of each page from the first wanted one on, if all are in the pool; else empty.
-        array: The same.
+        starts: Where each slot begins in memory.
         cuts: Numbers of the pages between which the scan is cut into waves.
     """
 
     def __init__(self) -> None:
-        self.slots: list[int] = []
-        self.array: Numbers = np.zeros(0, np.int64)
+        self.slots: Numbers = np.zeros(0, np.int64)
+        self.starts: Numbers = self.slots
         self.cuts: list[int] = []
         self._of: tuple[int, int, int] | None = None
 
@@ -117,10 +117,11 @@ class Whereabouts:
         if self._of == now and not places.num_moving:
             return
         slots = [page.slot for page in pages[first:]]
-        self.slots = [] if None in slots else [slot for slot in slots if slot is not None]
-        self.array = np.array(self.slots, np.int64)
+        is_resident = None not in slots
+        self.slots = np.array(slots if is_resident else [], np.int64)
+        self.starts = slot_starts(places.pool, self.slots)
         self.cuts = [first]
-        if not self.slots:
+        if not is_resident:
             nbytes = 0
             for start in range(first, len(pages), chunk_pages):
                 more = sum(map(moves.staged_nbytes, pages[start : start + chunk_pages]))
@@ -158,12 +159,11 @@ def attend(
     with places.lock:
         known.find(moves, pages, first, attention.chunk_pages)
         slots, cuts = known.slots, known.cuts
-        if slots:
+        if len(slots):
             staging.take_ahead(layer, pages, [])
             places.counters.num_slices_attended += len(slots)
             with places.using(slots):
-                keys, values = slot_addresses(places.pool, layer, known.array)
-                attention.attend(first, Places(keys, values))
+                attention.attend(first, Places(*of_layer(places.pool, layer, known.starts)))
             return
     num_full = attention.num_full_pages
     reading = staging.take_ahead(layer, pages, cuts)
@@ -236,17 +236,18 @@ class _Wave:
                 ]
                 if None not in slots:
                     places.counters.num_slices_attended += len(self._pages)
-                    found = [slot for slot in slots if slot is not None]
+                    found = np.array(slots, np.int64)
                     with places.using(found):
                         attention.attend(self._first, self._places(found))
                     return
             self._stage_rest()  # they have left the pool meanwhile
 
-    def _places(self, slots: Sequence[int]) -> Places:
+    def _places(self, slots: Numbers) -> Places:
         """Where all of the pages are; those that are not staged in these slots."""
         at = ~self._is_staged
         keys, values = self._keys.copy(), self._values.copy()
-        keys[at], values[at] = slot_addresses(self._moves.places.pool, self._layer, slots)
+        pool = self._moves.places.pool
+        keys[at], values[at] = of_layer(pool, self._layer, slot_starts(pool, slots))
         return Places(keys, values, self._records if self._records.any() else None)
 
     def _stage_rest(self) -> None:
@@ -305,15 +306,17 @@ class _Wave:
         return room[:, :nbytes]
 
 
-def slot_addresses(
-    pool: SlotPool, layer: int, slots: Sequence[int] | Numbers
-) -> tuple[Numbers, Numbers]:
-    """Where the keys and the values of one layer of slots begin."""
-    array = pool.array
-    keys = np.array(slots, np.int64)
-    keys *= array.strides[2]
-    keys += pool.address + layer * array.strides[0]
-    return keys, keys + array.strides[1]
+def slot_starts(pool: SlotPool, slots: Numbers) -> Numbers:
+    """Where the first layer of slots begins."""
+    starts: Numbers = slots * pool.array.strides[2]
+    starts += pool.address
+    return starts
+
+
+def of_layer(pool: SlotPool, layer: int, starts: Numbers) -> tuple[Numbers, Numbers]:
+    """Where keys and values of a layer begin, in slots whose first layer begins there."""
+    keys = starts + layer * pool.array.strides[0]
+    return keys, keys + pool.array.strides[1]
 
 
 def _starts(rows: Bytes) -> Numbers:

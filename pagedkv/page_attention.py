@@ -4,6 +4,7 @@ The context is cut into chunks of 512 tokens, which are attended apart and merge
 the result is the same to the bit, wherever pages lie and however many threads there are.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from pagedkv.spec import KVSpec
 Array = npt.NDArray[Any]
 
 _CHUNK_TOKENS = 512
-_MANY_NBYTES = 2**20
+_MANY_NBYTES = 4 * 2**20
 """Keys and values for which a second thread is worth its start."""
 _BLOCK_QUERIES = 128
 _TILE_TOKENS = 512
@@ -77,6 +78,12 @@ class AttentionRule:
         return 1 / math.sqrt(num_channels) if self.scale is None else self.scale
 
 
+@functools.lru_cache(64)
+def rule_of(scale: float | None, window: int | None, soft_cap: float | None) -> AttentionRule:
+    """An ``AttentionRule``, which is checked once."""
+    return AttentionRule(scale=scale, window=window, soft_cap=soft_cap)
+
+
 class PageAttention:
     """Attention of a sequence's last tokens to its pages; ``attend`` is called for all of these.
 
@@ -108,9 +115,12 @@ class PageAttention:
         factor = rule.factor(num_channels) * (1.0 if rule.soft_cap else _LOG2_E)
         padded_group = -(-group // self._together) * self._together
         padded = (num_queries, spec.held_heads, padded_group, -(-num_channels // 8) * 8)
-        self._queries = np.zeros(padded, np.float32)
-        self._queries[:, :, :group, :num_channels] = queries.reshape(self._shape)
-        self._queries *= np.float32(factor)
+        scaled = queries.reshape(self._shape).astype(np.float32, order="C")
+        scaled *= np.float32(factor)
+        self._queries = scaled
+        if padded != self._shape:
+            self._queries = np.zeros(padded, np.float32)
+            self._queries[:, :, :group, :num_channels] = scaled
         self._position = num_tokens - num_queries
         seen = 0 if rule.window is None else max(0, self._position - rule.window + 1)
         self.chunk_pages = max(1, _CHUNK_TOKENS // spec.page_tokens)
@@ -135,7 +145,10 @@ class PageAttention:
         num_pages = len(places.keys)
         num_chunks = -(-num_pages // self.chunk_pages)
         nbytes = num_pages * self._spec.layer_nbytes
-        num_parts = min(num_chunks, workers.count()) if nbytes >= _MANY_NBYTES else 1
+        if nbytes < _MANY_NBYTES:
+            self._attend(first_page, places, 0, num_chunks)
+            return
+        num_parts = min(num_chunks, workers.count())
         cuts = [num_chunks * part // num_parts for part in range(num_parts + 1)]
         parts = [partial(self._attend, first_page, places, *ends) for ends in pairwise(cuts)]
         workers.run_all(parts)

@@ -3,7 +3,6 @@
 import heapq
 import mmap
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import PoolExhaustedError
+from pagedkv.memory import Numbers
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
@@ -64,6 +64,8 @@ class SlotPool:
         self.pins = [0] * num_slots
         """How often each slot is pinned; to be changed by ``pin`` and ``unpin`` only."""
         self._num_pinned = 0
+        self._uses = np.zeros(num_slots, np.int32)  # the pins of ``use``
+        self._num_using = 0
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +104,7 @@ class SlotPool:
     def free(self, slot: int) -> None:
         """Give an allocated, unpinned slot back."""
         assert not self._free_flags[slot], f"slot {slot} is free already"
-        assert self.pins[slot] == 0, f"slot {slot} is pinned"
+        assert not self.is_pinned(slot), f"slot {slot} is pinned"
         self._free_flags[slot] = True
         self.num_free += 1
         heapq.heappush(self._free, slot)
@@ -121,34 +123,26 @@ class SlotPool:
         self.pins[slot] -= 1
         self._num_pinned -= not self.pins[slot]
 
-    def pin_all(self, slots: Sequence[int]) -> None:
-        """``pin`` many slots, in less time."""
-        pins, num_new = self.pins, 0
-        for slot in slots:
-            assert not self._free_flags[slot], f"slot {slot} is free"
-            if not pins[slot]:
-                num_new += 1
-            pins[slot] += 1
-        self._num_pinned += num_new
+    def use(self, slots: Numbers) -> None:
+        """``pin`` many slots, each named once, in little time."""
+        self._uses[slots] += 1
+        self._num_using += 1
 
-    def unpin_all(self, slots: Sequence[int]) -> None:
-        """Take one pin back of each of ``pin_all``."""
-        pins, num_free = self.pins, 0
-        for slot in slots:
-            assert pins[slot] > 0, f"slot {slot} is not pinned"
-            pins[slot] -= 1
-            if not pins[slot]:
-                num_free += 1
-        self._num_pinned -= num_free
+    def end_use(self, slots: Numbers) -> None:
+        """Take the pins of ``use`` back."""
+        self._uses[slots] -= 1
+        self._num_using -= 1
 
     def is_pinned(self, slot: int) -> bool:
         """Whether somebody uses the slot now."""
-        return self.pins[slot] > 0
+        return self.pins[slot] > 0 or (self._num_using > 0 and self._uses[slot] > 0)
 
     @property
     def num_pinned(self) -> int:
         """Slots with at least one pin."""
-        return self._num_pinned
+        if not self._num_using:
+            return self._num_pinned
+        return int(np.count_nonzero((np.array(self.pins) > 0) | (self._uses > 0)))
 
     def page(self, slot: int) -> Array:
         """The slot's page, ``(layer, kind, token, head, channel)``: a view."""
@@ -172,7 +166,9 @@ class SlotPool:
         assert set(np.flatnonzero(self._is_free).tolist()) <= set(self._free)
         assert min(self.pins) >= 0
         assert self._num_pinned == sum(pins > 0 for pins in self.pins)
-        assert not any(self.pins[slot] for slot in np.flatnonzero(self._is_free))
+        assert self._uses.min() >= 0
+        assert (self._num_using > 0) == bool(self._uses.any())
+        assert not any(map(self.is_pinned, np.flatnonzero(self._is_free).tolist()))
 
     def _first_free(self) -> int:
         while not self._free_flags[slot := heapq.heappop(self._free)]:

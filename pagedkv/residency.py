@@ -7,6 +7,7 @@ from itertools import islice
 
 from pagedkv.format import StoreRow
 from pagedkv.lock import CacheLock
+from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
 from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
@@ -135,26 +136,29 @@ class Residency:
 
         Who needs a slot waits for the block's end.
         """
-        slots = [_slot(page) for page in pages]
-        try:
-            with self.using(slots):
-                yield
-        finally:
-            for page in pages:
-                if not page.ref_count:
-                    self._settle(page)
-
-    @contextmanager
-    def using(self, slots: Sequence[int]) -> Iterator[None]:
-        """The same for slots whose pages the caller's live sequence holds."""
         self.num_copying += 1
-        self.pool.pin_all(slots)
+        for page in pages:
+            self.pin(page)
         try:
             with self.lock.unlocked:
                 yield
         finally:
             self.num_copying -= 1
-            self.pool.unpin_all(slots)
+            for page in pages:
+                self.unpin(page)
+            self.lock.notify_all()
+
+    @contextmanager
+    def using(self, slots: Numbers) -> Iterator[None]:
+        """The same for many slots whose pages the caller's live sequence holds."""
+        self.num_copying += 1
+        self.pool.use(slots)
+        try:
+            with self.lock.unlocked:
+                yield
+        finally:
+            self.num_copying -= 1
+            self.pool.end_use(slots)
             self.lock.notify_all()
 
     def touch(self, pages: Sequence[Page]) -> None:

@@ -16,7 +16,7 @@ from pagedkv.errors import ClosedError, StoreError
 from pagedkv.format import PageEntry
 from pagedkv.group import LayerGroup
 from pagedkv.page import Page
-from pagedkv.page_attention import AttentionRule, MatrixAttention, PageAttention
+from pagedkv.page_attention import AttentionRule, MatrixAttention, PageAttention, rule_of
 from pagedkv.prefix import Tokens, as_tokens, chain_key
 from pagedkv.spec import PageKey
 
@@ -200,7 +200,7 @@ class Sequence:
             CorruptPageError: A page that is only on disk came back damaged.
             StoreError: The disk failed.
         """
-        rule = AttentionRule(scale=scale, window=window, soft_cap=soft_cap)
+        rule = rule_of(scale, window, soft_cap)
         number, local = self._cache.locate_layer(layer)
         spec = self._groups[number].spec
         shape = np.shape(q)

@@ -15,6 +15,10 @@ from pagedkv.spec import KVSpec
 Array = npt.NDArray[Any]
 
 
+_FEW_NBYTES = 2**16
+"""So much is copied without letting go of the lock, which would take longer."""
+
+
 def write_tokens(
     moves: Mover, pages: Sequence[Page], layer: int, start: int, kinds: Sequence[Array]
 ) -> None:
@@ -33,6 +37,10 @@ def write_tokens(
     places = moves.places
     with places.lock:
         places.wait_ready(pages)
+        if len(pages) == 1 and pages[0].slot is not None and kinds[0].nbytes <= _FEW_NBYTES:
+            places.free_spill(pages[0])  # its copy is about to be outdated
+            _put(places.pool.layer(layer, pages[0].slot), start, kinds)
+            return
         resident = [page for page in pages if page.slot is not None]
         for page in resident:
             places.free_spill(page)  # its copy below is about to be outdated

@@ -17,6 +17,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="pagedkv-worker")
+        self._kept_from: int | None = None
         self._thread_id = self._executor.submit(threading.get_native_id).result()
 
     def start(self, function: Callable[..., _T], *arguments: Any) -> "Future[_T]":
@@ -26,11 +27,12 @@ class _Worker:
         another processor is idle.
         """
         here = _this_processor()
-        if here is not None:
+        if here is not None and here != self._kept_from:
             others = os.sched_getaffinity(0) - {here}
             with suppress(OSError):  # where it is forbidden the thread waits
                 if others:
                     os.sched_setaffinity(self._thread_id, others)
+                    self._kept_from = here
         return self._executor.submit(function, *arguments)
 
 

@@ -152,6 +152,19 @@ def test_many_queries_are_attended_by_matrix_products(
     assert error(found, reference(q, *kv, **rule)) <= TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("num_queries", [5, 30])
+def test_queries_may_lie_in_memory_as_they_like_and_stay_as_they_are(num_queries: int) -> None:
+    spec = make_spec(num_kv_heads=2, head_dim=8, page_tokens=4)
+    with pk.PagedKVCache(spec, 20) as cache:
+        sequence = cache.open_sequence()
+        sequence.append(*make_kv(spec, 70))
+        q = np.random.default_rng(0).standard_normal((4, num_queries, 8), np.float32)
+        before = q.copy()
+        found = sequence.attend(0, q.transpose(1, 0, 2))
+        assert bits(found) == bits(sequence.attend(0, q.transpose(1, 0, 2).copy()))
+        assert bits(q) == bits(before)
+
+
 @pytest.mark.parametrize("num_tokens", [511, 512, 513, 1024, 1600])
 @pytest.mark.parametrize("window", [None, 1, 600])
 def test_chunks_are_merged_without_a_seam(num_tokens: int, window: int | None) -> None:

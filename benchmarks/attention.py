@@ -1,14 +1,16 @@
 """Attention over a block table, beside what torch does with keys and values that lie in a row.
 
-    python benchmarks/attention.py [--part decode|prefill] [--rounds 9] [--json]
+    python benchmarks/attention.py [--part decode|int8|prefill] [--rounds 9] [--json]
 
 One layer of an 8B-class model: 32 query heads on 8 KV heads of 128 channels, pages of 16 tokens.
 Our pages lie anywhere in the pool; the peers' keys and values are contiguous, but for "gather".
 Both sides use two threads. ``docs/benchmarks.md`` says more.
 """
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numba
@@ -109,6 +111,48 @@ def decode(bench: Bench) -> None:
                 )
 
 
+def int8(bench: Bench) -> None:
+    """One query at 8,192 tokens that are stored as INT8, in the system's cache, beside float32.
+
+    A round attends several times, as a model's layers do: what is read ahead for the next time
+    counts.
+    """
+    num_tokens, times = bench.count(8192, 64), 8
+    sample = Sample("float32", num_tokens, 1)
+    spec, path = spec_of("float32"), bench.folder / "int8.zarr"
+    tokens = np.arange(num_tokens)
+    with (
+        pk.PagedKVCache(spec, 64, pk.PageStore.open(path, spec, codec="int8")) as cache,
+        cache.open_sequence() as sequence,
+    ):
+        sequence.append(*sample.kv[:, None], tokens)
+        cache.flush()
+    name = "ours, float32 in the pool"
+    with sample.cache:
+        peer = sample.attend()
+        for how, memory_map in (("mapped", True), ("staged", False)):
+            store = pk.PageStore.open(path, spec, memory_map=memory_map)
+            with pk.PagedKVCache(spec, 1, store) as cache, cache.open_sequence(tokens) as sequence:
+                error = float(np.abs(sequence.attend(0, sample.queries) - peer).max())
+                assert error < 0.05, f"INT8 differs by {error}"
+                bench.compare(
+                    f"decode {num_tokens} int8, {how}",
+                    Unit(name="ms", amount=1e3 / times, is_rate=False),
+                    _timed(_repeated(partial(sequence.attend, 0, sample.queries), times)),
+                    {name: _timed(_repeated(sample.attend, times))},
+                    targets={name: Target(ratio=2)},
+                )
+    shutil.rmtree(path)
+
+
+def _repeated(work: Callable[[], object], times: int) -> Callable[[], None]:
+    def repeat() -> None:
+        for _ in range(times):
+            work()
+
+    return repeat
+
+
 def prefill(bench: Bench) -> None:
     """All queries of a prompt of 2,048 tokens."""
     num_tokens = bench.count(2048, 64)
@@ -178,4 +222,4 @@ def _check(ours: Array, theirs: torch.Tensor) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(THREADS)
     numba.set_num_threads(THREADS)
-    run("Attention over a block table", {"decode": decode, "prefill": prefill})
+    run("Attention over a block table", {"decode": decode, "int8": int8, "prefill": prefill})

@@ -304,8 +304,8 @@ def _attend(
             dtype,
         )
         if has_scales(dtype) and not by_channel & 1:
-            _spread(together, tiny, key_scales + 2 * (token * num_heads + head), num_heads, rest)
-            score = multiply(score, load(tiny, FLOAT))
+            scales = key_scales + 2 * (token * num_heads + head)
+            score = multiply(score, _scales_of_tokens(together, scales, num_heads, rest))
         if cap > 0:
             score = multiply(capped(score, splat(cap)), splat(LOG2_E))
         score = first_lanes(score, rest * together, splat(np.float32(-np.inf)))
@@ -324,8 +324,8 @@ def _attend(
         weight = first_lanes(weight, rest * together, splat(np.float32(0)))
         weight_sum = add(weight_sum, weight)
         if has_scales(dtype) and not by_channel & 2:
-            _spread(together, tiny, value_scales + 2 * (token * num_heads + head), num_heads, rest)
-            weight = multiply(weight, load(tiny, FLOAT))
+            scales = value_scales + 2 * (token * num_heads + head)
+            weight = multiply(weight, _scales_of_tokens(together, scales, num_heads, rest))
         store(place, weight)
     store(total, weight_sum)
 
@@ -352,9 +352,9 @@ def _attend(
 @inlined
 def _scale(together: Any, q: Any, padded: Any, scales: Any, num_channels: Any, target: Any) -> None:
     """Write queries times the scales of the keys' channels to ``target``."""
-    for row in range(together):
-        for c in range(0, num_channels, LANES):
-            scale = _load_up_to(scales + 2 * c, num_channels - c, BRAIN)
+    for c in range(0, num_channels, LANES):
+        scale = _load_up_to(scales + 2 * c, num_channels - c, BRAIN)
+        for row in range(together):
             place = 4 * (row * padded + c)
             store(target + place, multiply(load(q + place, FLOAT), scale))
 
@@ -453,11 +453,19 @@ def _scores(
 
 
 @inlined
-def _spread(together: Any, target: Any, scales: Any, num_heads: Any, num_tokens: Any) -> None:
-    """Write the scales of ``8 / together`` tokens to ``target``, each for all its lanes."""
-    for lane in range(LANES):
-        place = scales + 2 * min(lane // together, num_tokens - 1) * num_heads
-        store(target + 4 * lane, load_one(place, BRAIN))
+def _scales_of_tokens(together: Any, scales: Any, num_heads: Any, num_tokens: Any) -> Any:
+    """The scales of ``8 / together`` tokens, each in all lanes of its token."""
+    last, step = num_tokens - 1, 2 * num_heads
+    value = load_one(scales + min(LANES // together - 1, last) * step, BRAIN)
+    if together == 1:
+        value = first_lanes(load_one(scales + min(6, last) * step, BRAIN), 7, value)
+        value = first_lanes(load_one(scales + min(5, last) * step, BRAIN), 6, value)
+        value = first_lanes(load_one(scales + min(4, last) * step, BRAIN), 5, value)
+        value = first_lanes(load_one(scales + min(3, last) * step, BRAIN), 4, value)
+    if together < 4:
+        value = first_lanes(load_one(scales + min(2, last) * step, BRAIN), 3 * together, value)
+        value = first_lanes(load_one(scales + min(1, last) * step, BRAIN), 2 * together, value)
+    return first_lanes(load_one(scales, BRAIN), together, value)
 
 
 @inlined

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 import pagedkv as pk
 from pagedkv_adapters.demo.folder import check_room, own_folder
-from pagedkv_adapters.demo.long_decode import CODEC, SLICE_NBYTES, SPEC
+from pagedkv_adapters.demo.long_decode import CODEC, NUM_QUERY_HEADS, SLICE_NBYTES, SPEC
 from pagedkv_adapters.demo.long_result import DecodeRun, DecodeStep, LongResult, ModelRun
 from pagedkv_adapters.demo.new_process import ask
 from pagedkv_adapters.demo.pool_size import pool_slots
@@ -87,7 +87,7 @@ def run_long(setup: LongSetup, progress: Progress) -> LongResult:
         model=setup.model.name,
         is_demo_text=setup.text is None,
         spec=SPEC,
-        num_query_heads=32,
+        num_query_heads=NUM_QUERY_HEADS,
         dynamic=dynamic,
         paged=paged,
         decode=decode,

@@ -204,8 +204,8 @@ class LongResult:
     def _model_table(self) -> Table:
         table = Table(title=f"{self.model}, a prompt of {self.paged.num_prompt_tokens:,} tokens")
         table.add_column("")
-        table.add_column("DynamicCache, sdpa", justify="right")
-        table.add_column("PagedKV, pagedkv", justify="right")
+        table.add_column("DynamicCache", justify="right")
+        table.add_column("PagedKV, small pool", justify="right")
         for row in self._model_rows():
             table.add_row(*row)
         return table
@@ -234,7 +234,8 @@ class LongResult:
         mask = chunk * (paged.num_prompt_tokens + len(paged.output_tokens))
         yield Text(
             f"{text} was repeated up to that length. Each column is a process of its own. "
-            f"With PagedKV the prompt went through the model {chunk} tokens at a time, and each "
+            "The attention is sdpa for DynamicCache, pagedkv for PagedKV. "
+            f"With PagedKV the prompt went through the model {chunk:,} tokens at a time, and each "
             f"time the attention of a layer had all its keys and values "
             f"({pk.format_nbytes(paged.layer_nbytes)}), torch's copies of them and a mask "
             f"(up to {pk.format_nbytes(mask)}) in memory beside the pool: that part of a prefill "

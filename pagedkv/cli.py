@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -164,14 +165,24 @@ def demo(
         ),
     ] = None,
     pool: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--pool", metavar="SIZE", help="The pool: a size such as 48MiB, or a share of the KV."
+            "--pool",
+            metavar="SIZE",
+            help="The pool: a size such as 48MiB, or a share of the KV. Default: 50%, with --long "
+            "10%.",
+            show_default=False,
         ),
-    ] = "50%",
+    ] = None,
     codec: Annotated[
-        str, typer.Option("--codec", metavar="CODEC", help="How pages are stored: raw or int8.")
-    ] = "raw",
+        str | None,
+        typer.Option(
+            "--codec",
+            metavar="CODEC",
+            help="How pages are stored: raw or int8. Default: raw.",
+            show_default=False,
+        ),
+    ] = None,
     store: Annotated[
         Path | None,
         typer.Option(
@@ -183,8 +194,41 @@ def demo(
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", help="Tokens to generate.")
-    ] = 48,
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            help="Tokens to generate. Default: 48, with --long 32.",
+            show_default=False,
+        ),
+    ] = None,
+    long: Annotated[
+        bool,
+        typer.Option(
+            "--long",
+            help="Instead: the longest context of the model, then decode steps behind a cache "
+            "like an 8B model's, both with a pool for a tenth. Takes minutes and 2.3 GiB of disk.",
+        ),
+    ] = False,
+    long_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--long-tokens",
+            metavar="N",
+            help="With --long: a shorter context, and tokens of the cache. Default: all that the "
+            "model supports, and 32768.",
+            show_default=False,
+        ),
+    ] = None,
+    long_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--long-steps",
+            metavar="N",
+            help="With --long: decode steps from the disk. Default: 4.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let a real model generate with its KV in a pool too small for it, then resume from disk.
@@ -192,17 +236,37 @@ def demo(
     Runs the same prompt with the cache of transformers, with PagedKV, and in a new process that
     finds the prompt's KV on disk instead of computing it.
     """
-    from pagedkv_adapters.demo.command import run_demo
+    from pagedkv_adapters.demo.command import run_demo, run_long_demo
 
+    if long:
+        _refuse("--long", {"--codec": codec, "--store": store})
+        run_long_demo(
+            model=model,
+            prompt=prompt,
+            pool="10%" if pool is None else pool,
+            max_new_tokens=32 if max_new_tokens is None else max_new_tokens,
+            num_tokens=long_tokens,
+            num_steps=4 if long_steps is None else long_steps,
+            as_json=as_json,
+        )
+        return
+    _refuse("a demo without --long", {"--long-tokens": long_tokens, "--long-steps": long_steps})
     run_demo(
         model=model,
         prompt=prompt,
-        pool=pool,
-        codec=codec,
+        pool="50%" if pool is None else pool,
+        codec="raw" if codec is None else codec,
         store=store,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=48 if max_new_tokens is None else max_new_tokens,
         as_json=as_json,
     )
+
+
+def _refuse(what: str, options: Mapping[str, object]) -> None:
+    """``ValueError`` if one of the options was given, which ``what`` does not take."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ValueError(f"{what} does not take {' and '.join(given)}")
 
 
 for _command in (cli_store.verify, cli_store.info, cli_store.ls, cli_store.gc, cli_store.bench):

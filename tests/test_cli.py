@@ -121,6 +121,15 @@ def test_size_without_model_takes_that_of_the_demo(
         (["demo", "--pool", "0%"], "a pool of 0%"),
         (["demo", "--pool", "101%"], "a pool of 101%"),
         (["demo", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["demo", "--long-tokens", "512"], "without --long does not take --long-tokens"),
+        (["demo", "--long-steps", "2"], "without --long does not take --long-steps"),
+        (["demo", "--long", "--codec", "int8"], "--long does not take --codec"),
+        (["demo", "--long", "--store", "x", "--codec", "raw"], "take --codec and --store"),
+        (["demo", "--long", "--long-tokens", "255"], "--long-tokens is 255: it must be at least"),
+        (["demo", "--long", "--long-steps", "0"], "--long-steps is 0: it must be at least 1"),
+        (["demo", "--long", "--max-new-tokens", "1"], "--max-new-tokens is 1: --long needs"),
+        (["demo", "--long", "--pool", "101%"], "a pool of 101%"),
+        (["demo", "--long", "--pool", "1MiB"], "a pool of 1MiB holds no page"),
         pytest.param(
             ["demo", "--prompt", "/no/where"],
             "/no/where: No such file or directory",
@@ -128,6 +137,11 @@ def test_size_without_model_takes_that_of_the_demo(
         ),
         pytest.param(
             ["demo", "--model", "/no/where"], "/no/where is no folder", marks=pytest.mark.torch
+        ),
+        pytest.param(
+            ["demo", "--long", "--prompt", "/no/where"],
+            "/no/where: No such file or directory",
+            marks=pytest.mark.torch,
         ),
     ],
 )

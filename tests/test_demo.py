@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from pagedkv_adapters.demo import smollm2
-from pagedkv_adapters.demo.command import pool_slots
 from pagedkv_adapters.demo.model import load
+from pagedkv_adapters.demo.pool_size import pool_slots
 from pagedkv_adapters.demo.prompt import QUESTION, alice_prompt, encode
 
 pytestmark = pytest.mark.torch

@@ -104,6 +104,31 @@ def test_with_transformers_says_how_to_get_the_model(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.torch
+@needs_torch
+def test_long_context() -> None:
+    lines = run("long_context.py", "--tiny")
+    assert "decode steps behind 1,024 tokens, without a model" in lines
+    assert any("64 of 64 pages stored" in line for line in lines)
+    assert any(line.startswith("  1,024 tokens found, 64 pages; pool 48.0 KiB") for line in lines)
+    steps = [line for line in lines if line.startswith("  step ")]
+    assert len(steps) == 4
+    for line in steps:  # 6 slots; with the new token there are 65 pages
+        assert "GB/s, peak memory " in line
+        assert line.endswith(" 9.2% of the pages were in the pool")
+    assert "  a prompt of 1,000 tokens, 6 slots for 64 pages" in lines
+    assert any(re.match(r"  PagedKV \.{24} prefill ", line) for line in lines)
+    assert any(re.match(r"  [1-9][\d,]* layers of pages were read back", line) for line in lines)
+    assert lines[-1] == "  same tokens as DynamicCache: True"
+
+
+def test_long_context_refuses_an_option_that_it_does_not_know() -> None:
+    command = [sys.executable, str(EXAMPLES / "long_context.py"), "--small"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--tiny" in done.stderr
+
+
 def test_open_with_zarr() -> None:
     lines = run("open_with_zarr.py")
     dims = "('row', 'layer', 'kind', 'token', 'head', 'channel')"

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pagedkv as pk
 from pagedkv_adapters.demo import smollm2
+from pagedkv_adapters.demo.folder import own_folder
+from pagedkv_adapters.demo.pool_size import check_pool, pool_slots
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from pagedkv_adapters.demo.long_result import LongResult
     from pagedkv_adapters.demo.result import DemoResult
 
 _CODECS = ("raw", "int8")
@@ -48,40 +50,68 @@ def run_demo(
         PagedKVError: Something that the demo needs is not installed, a run failed, or the runs
             generated different tokens although the codec is exact.
     """
-    from rich.console import Console
+    from pagedkv_adapters.demo.progress import shown_progress
 
     _check_arguments(pool, codec, max_new_tokens)
     _check_installed()
-    with _progress() as progress:
+    with shown_progress() as progress:
         result = _run(model, prompt, pool, codec, store, max_new_tokens, progress)
-    if as_json:
-        sys.stdout.write(json.dumps(result.to_dict(), indent=2) + "\n")
-    else:
-        console = Console()
-        console.print(result.render())
-        for line in result.next_steps(*_program()):
-            console.print(line, soft_wrap=True)  # to be copied, so that lines stay whole
+    _print(result, as_json=as_json)
     if codec == "raw" and not result.tokens_identical:
         raise pk.PagedKVError("the runs generated different tokens, which codec raw must not do")
 
 
-def pool_slots(pool: str, spec: pk.KVSpec, num_prompt_tokens: int) -> int:
-    """Slots of a pool that was asked for as a size (``"48MiB"``) or share of the prompt's KV.
+def run_long_demo(
+    *,
+    model: Path | None,
+    prompt: Path | None,
+    pool: str,
+    max_new_tokens: int,
+    num_tokens: int | None,
+    num_steps: int,
+    as_json: bool,
+) -> None:
+    """Run the long demo and print its result; see ``pagedkv demo --help`` for the arguments.
 
     Raises:
-        ValueError: ``pool`` is neither, or holds no page.
+        ValueError: An argument makes no sense; the message names it.
+        PagedKVError: Something that the demo needs is not installed, there is no room on the disk,
+            a run failed, or the model generated different tokens.
     """
-    share = _share(pool)
-    if share is None:
-        num_slots = pk.parse_nbytes(pool) // spec.page_nbytes
-    else:
-        num_slots = int(share * num_prompt_tokens / spec.page_tokens)
-    if num_slots < 1:
-        raise ValueError(
-            f"a pool of {pool} holds no page: a page of {spec.page_tokens} tokens takes "
-            f"{pk.format_nbytes(spec.page_nbytes)}"
+    from pagedkv_adapters.demo.long import LongSetup, check_sizes, run_long
+    from pagedkv_adapters.demo.progress import shown_progress
+
+    check_pool(pool)
+    check_sizes(
+        pool=pool, num_tokens=num_tokens, num_steps=num_steps, max_new_tokens=max_new_tokens
+    )
+    _check_installed()
+    text = None if prompt is None else prompt.read_text(encoding="utf-8")
+    with shown_progress() as progress:
+        setup = LongSetup(
+            model=_unpacked_smollm2(progress) if model is None else model,
+            text=text,
+            pool=pool,
+            max_new_tokens=max_new_tokens,
+            num_tokens=num_tokens,
+            num_steps=num_steps,
         )
-    return num_slots
+        result = run_long(setup, progress)
+    _print(result, as_json=as_json)
+    if not result.tokens_identical:
+        raise pk.PagedKVError("the model generated different tokens with the two caches")
+
+
+def _print(result: "DemoResult | LongResult", *, as_json: bool) -> None:
+    from rich.console import Console
+
+    if as_json:
+        sys.stdout.write(json.dumps(result.to_dict(), indent=2) + "\n")
+        return
+    console = Console()
+    console.print(result.render())
+    for line in result.next_steps(*_program()):
+        console.print(line, soft_wrap=True)  # to be copied, so that lines stay whole
 
 
 def _program() -> tuple[str, str]:
@@ -92,21 +122,12 @@ def _program() -> tuple[str, str]:
     return sys.argv[0], sys.executable
 
 
-def _share(pool: str) -> float | None:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", pool)
-    return float(found[1]) / 100 if found else None
-
-
 def _check_arguments(pool: str, codec: str, max_new_tokens: int) -> None:
     if codec not in _CODECS:
         raise ValueError(f"there is no codec {codec!r}: use one of {', '.join(_CODECS)}")
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}: it must be at least 1")
-    share = _share(pool)
-    if share is None:
-        pk.parse_nbytes(pool)
-    elif not 0 < share <= 1:
-        raise ValueError(f"a pool of {pool} makes no sense: give more than 0% and at most 100%")
+    check_pool(pool)
 
 
 def _check_installed() -> None:
@@ -131,6 +152,7 @@ def _run(
     progress: "Progress",
 ) -> "DemoResult":
     from pagedkv_adapters.demo.model import load
+    from pagedkv_adapters.demo.progress import task_shown
     from pagedkv_adapters.demo.prompt import alice_prompt, encode
     from pagedkv_adapters.demo.result import DemoResult
     from pagedkv_adapters.demo.run import PagedSetup, run_dynamic, run_in_new_process, run_paged
@@ -138,7 +160,7 @@ def _run(
 
     prompt = alice_prompt() if prompt_file is None else prompt_file.read_text(encoding="utf-8")
     folder = _unpacked_smollm2(progress) if model_folder is None else model_folder
-    with _task(progress, f"Loading {folder.name}"):
+    with task_shown(progress, f"Loading {folder.name}"):
         model, tokenizer = load(folder)
         ids = encode(tokenizer, prompt)
         num_prompt_tokens = ids.shape[1]
@@ -187,21 +209,13 @@ def _check_length(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> No
 @contextmanager
 def _store_path(store: Path | None) -> Iterator[Path]:
     """The store to use: the one given, or a fresh one that no other demo uses meanwhile."""
-    from filelock import FileLock, Timeout
-
     if store is not None:
         yield store.absolute()
         return
-    path = smollm2.cache_folder() / "demo" / "cache.zarr"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(path.with_name(".lock"), timeout=0):
-            shutil.rmtree(path, ignore_errors=True)
-            yield path
-    except Timeout as error:
-        raise pk.PagedKVError(
-            f"another demo uses {path}: wait for it, or give this one its own --store"
-        ) from error
+    with own_folder("give this one its own --store") as folder:
+        path = folder / "cache.zarr"
+        shutil.rmtree(path, ignore_errors=True)
+        yield path
 
 
 def _unpacked_smollm2(progress: "Progress") -> Path:
@@ -213,28 +227,6 @@ def _unpacked_smollm2(progress: "Progress") -> Path:
     )
     progress.update(task, description=f"Unpacked {smollm2.NAME}", completed=1.0)
     return folder
-
-
-def _progress() -> "Progress":
-    """Lines on stderr, each with a bar that moves: what is done, and what is being done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[text]}", style="dim", markup=False),
-        console=Console(stderr=True),
-    )
-
-
-@contextmanager
-def _task(progress: "Progress", name: str) -> Iterator[None]:
-    task = progress.add_task(name, total=None, text="")
-    yield
-    progress.update(task, total=1, completed=1)
 
 
 @contextmanager

@@ -162,6 +162,7 @@ class DemoResult:
         steps = (
             ("a smaller pool, another codec", f"{program} demo --codec {other} --pool 25%"),
             ("your own model and text", f"{program} demo --model DIR --prompt FILE"),
+            ("a context of 10 times the pool", f"{program} demo --long"),
             ("what longer contexts need", f"{program} size --context 8192 --memory 8GiB"),
             ("the store in plain Zarr", f'{python} -c "{look}"'),
         )

@@ -1,8 +1,5 @@
 """One generation, measured: with the cache of transformers, with PagedKV, or in a new process."""
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import pagedkv as pk
+from pagedkv_adapters.demo.new_process import ask
 from pagedkv_adapters.transformers import PagedCache
 
 OnToken = Callable[[int], None]
@@ -69,9 +67,9 @@ def run_dynamic(
     model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, on_token: OnToken
 ) -> Run:
     """Generate with transformers' own cache, which holds all KV in memory."""
-    _warm_up(model, ids)
-    clock = _Clock(on_token)
-    tokens = _generate(model, ids, DynamicCache(), max_new_tokens, clock)
+    warm_up(model, ids)
+    clock = TokenClock(on_token)
+    tokens = generate(model, ids, DynamicCache(), max_new_tokens, clock)
     return Run(output_tokens=tokens[ids.shape[1] :], ttft_s=clock.first_s, total_s=clock.last_s)
 
 
@@ -84,12 +82,12 @@ def run_paged(
     on_token: OnToken,
 ) -> Run:
     """Generate with PagedKV, and leave the KV of prompt and answer in the store."""
-    _warm_up(model, ids)
-    clock = _Clock(on_token)
+    warm_up(model, ids)
+    clock = TokenClock(on_token)
     store = pk.PageStore.open(setup.store_path, spec, codec=setup.codec)
     with pk.PagedKVCache(spec, num_slots=setup.num_slots, store=store) as kv:
         with PagedCache.from_prompt(model, ids, kv) as cache:
-            tokens = _generate(model, ids, cache, max_new_tokens, clock)
+            tokens = generate(model, ids, cache, max_new_tokens, clock)
             cache.commit(torch.tensor(tokens))
         kv.flush()
         stats = kv.stats()
@@ -113,38 +111,20 @@ def run_in_new_process(
     """``run_paged`` in a process that starts from nothing but the model's folder and the store.
 
     Raises:
-        PagedKVError: The process failed; the message is the last line that it wrote.
+        PagedKVError: The process failed.
     """
-    request = {
+    question = {
         "folder": str(folder),
         "ids": ids[0].tolist(),
         "max_new_tokens": max_new_tokens,
         "setup": {**asdict(setup), "store_path": str(setup.store_path)},
     }
-    command = [sys.executable, "-P", "-m", "pagedkv_adapters.demo.resume"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdin.write(json.dumps(request))
-        process.stdin.close()
-        answer: dict[str, Any] = {}
-        for line in process.stdout:
-            message = json.loads(line)
-            if isinstance(message, int):
-                on_token(message)
-            else:
-                answer = message
-        errors = process.stderr.read().strip()
-    if process.returncode or not answer:
-        reason = errors.splitlines()[-1] if errors else f"exit status {process.returncode}"
-        raise pk.PagedKVError(f"the process that resumes the prompt failed: {reason}")
-    return Run(**{**answer, "output_tokens": tuple(answer["output_tokens"])})
+    module = "pagedkv_adapters.demo.resume"
+    values = ask(module, question, "resumes the prompt", on_token)
+    return Run(**{**values, "output_tokens": tuple(values["output_tokens"])})
 
 
-class _Clock(BaseStreamer):
+class TokenClock(BaseStreamer):
     """Takes the time of each token that ``generate`` hands out."""
 
     def __init__(self, on_token: OnToken) -> None:
@@ -176,14 +156,25 @@ class _Clock(BaseStreamer):
         return self._times[-1]
 
 
-def _generate(
+def generate(
     model: Any,
     ids: torch.Tensor,
     cache: DynamicCache | PagedCache,
     max_new_tokens: int,
-    clock: _Clock,
+    clock: TokenClock,
+    prefill_chunk_tokens: int | None = None,
 ) -> tuple[int, ...]:
-    """Greedy ids, those of the prompt included."""
+    """Greedy ids, those of the prompt included.
+
+    Args:
+        model: The model.
+        ids: The prompt, ``(1, token)``.
+        cache: Where its KV goes.
+        max_new_tokens: So many at most.
+        clock: Takes the time of each.
+        prefill_chunk_tokens: So many tokens of the prompt go through the model at once; by default
+            all of them.
+    """
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -191,11 +182,12 @@ def _generate(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         streamer=clock,
+        prefill_chunk_size=prefill_chunk_tokens,
     )
     return tuple(output[0].tolist())
 
 
-def _warm_up(model: Any, ids: torch.Tensor) -> None:
+def warm_up(model: Any, ids: torch.Tensor) -> None:
     """Start what a first forward pass starts, so that all runs are timed alike."""
     with torch.inference_mode():
         model(ids[:, :16])

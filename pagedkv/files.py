@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import mmap
 import os
 import secrets
 import stat
@@ -207,6 +208,15 @@ def fadvise_address() -> int:
     if not hasattr(os, "posix_fadvise") or ctypes.sizeof(ctypes.c_long) < 8:
         return 0
     function = getattr(ctypes.CDLL(None), "posix_fadvise", None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def madvise_address() -> int:
+    """Address of C's ``madvise``; 0 if the system has none, or pages of another size than 4096."""
+    if not hasattr(mmap, "MADV_WILLNEED") or mmap.PAGESIZE != 4096:
+        return 0
+    function = getattr(ctypes.CDLL(None), "madvise", None)
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import workers
+from pagedkv.format import PackedRows
 from pagedkv.memory import Numbers, aligned
 from pagedkv.moves import Mover
 from pagedkv.page import Page
@@ -56,20 +57,20 @@ class Staging:
         """Keep what has been begun to be read of the next layer until that is attended."""
         self._ahead = reading
 
-    def take_ahead(self, layer: int, pages: Sequence[Page], cuts: list[int]) -> "deque[_Reading]":
+    def take_ahead(self, layer: int, spans: "Sequence[_Span]") -> "deque[_Reading]":
         """What has been begun to be read of this layer; the rest is forgotten."""
-        self._cuts[layer] = cuts
+        self._cuts[layer] = [span.first for span in spans]
         taken: deque[_Reading] = deque()
-        for begin, end in pairwise(cuts):
-            if not self._ahead or not self._ahead[0].wave.is_of(layer, begin, pages[begin:end]):
+        for span in spans:
+            if not self._ahead or not self._ahead[0].wave.is_of(layer, span):
                 break
             taken.append(self._ahead.popleft())
         self.forget_ahead()
         return taken
 
-    def cuts_of(self, layer: int) -> list[int]:
-        """Where the scan of a layer was cut into waves when it was attended the last time."""
-        return self._cuts.get(layer, [])
+    def was_cut_so(self, layer: int, spans: "Sequence[_Span]") -> bool:
+        """Whether a layer was attended in these spans when it was attended the last time."""
+        return self._cuts.get(layer) == [span.first for span in spans]
 
     def before_write(self, layer: int, first: int) -> None:
         """Forget what was read ahead if it is of this layer, and of pages from ``first`` on."""
@@ -94,19 +95,59 @@ class _Reading(NamedTuple):
     future: "Future[None]"
 
 
+class _Span:
+    """Consecutive pages that are attended together, and where they are: the same for all layers.
+
+    Made with the lock held, while none of the pages is on its way into its slot.
+
+    Args:
+        moves: Moves the group's pages between the tiers.
+        first: Number of the first page in the sequence.
+        pages: The pages.
+
+    Attributes:
+        slots: Slot of each page, -1 for those that are not in the pool.
+        starts: Where that slot begins in memory.
+        stored: Which pages are attended as the store holds them.
+        rows: Where it does.
+        others: Which other pages are not in the pool.
+    """
+
+    def __init__(self, moves: Mover, first: int, pages: Sequence[Page]) -> None:
+        self.first = first
+        self.pages = pages
+        self._version = moves.places.version
+        self.slots: Numbers = np.array([-1 if p.slot is None else p.slot for p in pages], np.int64)
+        self.starts = slot_starts(moves.places.pool, self.slots)
+        absent = np.flatnonzero(self.slots < 0).tolist()
+        stored = [number for number in absent if moves.has_payload(pages[number])]
+        self.stored: Numbers = np.array(stored, np.int64)
+        self.rows = moves.packed_rows([pages[number] for number in stored])
+        others = set(absent).difference(stored)
+        self.others: Numbers = np.array(sorted(others), np.int64)
+
+    def now(self, moves: Mover) -> "_Span":
+        """The same pages where they are now; called with the lock held."""
+        places = moves.places
+        if self._version == places.version and not places.num_moving:
+            return self
+        places.wait_readable(self.pages)
+        return _Span(moves, self.first, self.pages)
+
+
 class Whereabouts:
     """Where a sequence's pages are: the same for every layer of a step, unless a page moves.
 
     Attributes:
         slots: Slot of each page from the first wanted one on, if all are in the pool; else empty.
         starts: Where each slot begins in memory.
-        cuts: Numbers of the pages between which the scan is cut into waves.
+        spans: The pages, cut into what is staged together.
     """
 
     def __init__(self) -> None:
         self.slots: Numbers = np.zeros(0, np.int64)
         self.starts: Numbers = self.slots
-        self.cuts: list[int] = []
+        self.spans: list[_Span] = []
         self._of: tuple[int, int, int] | None = None
 
     def find(self, moves: Mover, pages: Sequence[Page], first: int, chunk_pages: int) -> None:
@@ -120,17 +161,21 @@ class Whereabouts:
         is_resident = None not in slots
         self.slots = np.array(slots if is_resident else [], np.int64)
         self.starts = slot_starts(places.pool, self.slots)
-        self.cuts = [first]
-        if not is_resident:
-            nbytes = 0
-            for start in range(first, len(pages), chunk_pages):
-                more = sum(map(moves.staged_nbytes, pages[start : start + chunk_pages]))
-                if nbytes and nbytes + more > STAGED_NBYTES // _NUM_BUFFERS:
-                    self.cuts.append(start)
-                    nbytes = 0
-                nbytes += more
-        self.cuts.append(len(pages))
+        cuts = [] if is_resident else _cuts(moves, pages, first, chunk_pages)
+        self.spans = [_Span(moves, begin, pages[begin:end]) for begin, end in pairwise(cuts)]
         self._of = now
+
+
+def _cuts(moves: Mover, pages: Sequence[Page], first: int, chunk_pages: int) -> list[int]:
+    """Numbers of the pages between which the scan is cut: what is between fits into a buffer."""
+    cuts, nbytes = [first], 0
+    for start in range(first, len(pages), chunk_pages):
+        more = sum(map(moves.staged_nbytes, pages[start : start + chunk_pages]))
+        if nbytes and nbytes + more > STAGED_NBYTES // _NUM_BUFFERS:
+            cuts.append(start)
+            nbytes = 0
+        nbytes += more
+    return [*cuts, len(pages)]
 
 
 def attend(
@@ -158,21 +203,22 @@ def attend(
     places, first = moves.places, attention.first_page
     with places.lock:
         known.find(moves, pages, first, attention.chunk_pages)
-        slots, cuts = known.slots, known.cuts
+        slots, spans = known.slots, known.spans
         if len(slots):
-            staging.take_ahead(layer, pages, [])
+            staging.take_ahead(layer, [])
             places.counters.num_slices_attended += len(slots)
             with places.using(slots):
                 attention.attend(first, Places(*of_layer(places.pool, layer, known.starts)))
             return
-    num_full = attention.num_full_pages
-    reading = staging.take_ahead(layer, pages, cuts)
-    todo = deque(_waves(moves, pages, layer, cuts)[len(reading) :])
+    reading = staging.take_ahead(layer, spans)
+    todo = deque(_Wave(moves, span, layer) for span in spans[len(reading) :])
     after = (layer + 1) % places.spec.held_layers
-    ahead = _waves(moves, pages[:num_full], after, staging.cuts_of(after))
-    todo += ahead[: _NUM_BUFFERS - 1]
+    if staging.was_cut_so(after, spans):
+        for span in spans[: _NUM_BUFFERS - 1]:
+            if span.first + len(span.pages) <= attention.num_full_pages:
+                todo.append(_Wave(moves, span, after))
     try:
-        for _ in pairwise(cuts):
+        for _ in spans:
             while todo and len(reading) < _NUM_BUFFERS - 1:
                 reading.append(staging.start(todo.popleft()))
             wave, future = reading.popleft()
@@ -182,40 +228,34 @@ def attend(
         staging.keep_ahead(reading)
 
 
-def _waves(moves: Mover, pages: Sequence[Page], layer: int, cuts: Sequence[int]) -> list["_Wave"]:
-    """The waves of a layer, as far as there are pages for whole ones."""
-    spans = [(begin, end) for begin, end in pairwise(cuts) if end <= len(pages)]
-    return [_Wave(moves, begin, pages[begin:end], layer) for begin, end in spans]
-
-
 class _Wave:
-    """Pages that are attended together; those that are not in the pool are staged before.
+    """One layer of a span; what is not in the pool is staged before it is attended.
 
     Args:
         moves: Moves the group's pages between the tiers.
-        first: Number of the first page in the sequence.
-        pages: The pages.
+        span: The pages.
         layer: Layer within the group.
     """
 
-    def __init__(self, moves: Mover, first: int, pages: Sequence[Page], layer: int) -> None:
+    def __init__(self, moves: Mover, span: _Span, layer: int) -> None:
         self._moves = moves
-        self._first = first
-        self._pages = pages
+        self._span = span
         self._layer = layer
-        self._is_staged = np.zeros(len(pages), np.bool_)
-        self._keys, self._values, self._records = np.zeros((3, len(pages)), np.int64)
+        self._is_staged = np.zeros(len(span.pages), np.bool_)
+        self._keys, self._values, self._records = np.zeros((3, len(span.pages)), np.int64)
         self._buffer: Callable[[], Bytes] | None = None
         self._free: Bytes | None = None  # what is left of it
         self._kept: list[object] = []  # what staged pages lie in
 
-    def is_of(self, layer: int, first: int, pages: Sequence[Page]) -> bool:
-        """Whether it is one of these pages in this layer."""
-        return (self._layer, self._first) == (layer, first) and self._pages == pages
+    def is_of(self, layer: int, span: _Span) -> bool:
+        """Whether it is the layer of the span."""
+        mine = self._span
+        is_same = mine is span or (mine.first == span.first and mine.pages == span.pages)
+        return self._layer == layer and is_same
 
     def reaches(self, layer: int, page: int) -> bool:
         """Whether it is of this layer, and has this page or one behind it."""
-        return self._layer == layer and self._first + len(self._pages) > page
+        return self._layer == layer and self._span.first + len(self._span.pages) > page
 
     def stage(self, buffer: Callable[[], Bytes]) -> None:
         """Bring what is not in the pool within reach; ``buffer`` gives the one that is free."""
@@ -227,58 +267,43 @@ class _Wave:
         places = self._moves.places
         while True:
             with places.lock:
-                places.wait_readable(self._pages)
-                staged = self._is_staged.tolist()
-                slots = [
-                    p.slot
-                    for p, is_staged in zip(self._pages, staged, strict=True)
-                    if not is_staged
-                ]
-                if None not in slots:
-                    places.counters.num_slices_attended += len(self._pages)
-                    found = np.array(slots, np.int64)
-                    with places.using(found):
-                        attention.attend(self._first, self._places(found))
+                self._span = span = self._span.now(self._moves)
+                in_pool = ~self._is_staged
+                slots = span.slots[in_pool]
+                if (slots >= 0).all():
+                    places.counters.num_slices_attended += len(span.pages)
+                    keys, values = self._keys.copy(), self._values.copy()
+                    starts = span.starts[in_pool]
+                    keys[in_pool], values[in_pool] = of_layer(places.pool, self._layer, starts)
+                    records = self._records if self._records.any() else None
+                    with places.using(slots):
+                        attention.attend(span.first, Places(keys, values, records))
                     return
             self._stage_rest()  # they have left the pool meanwhile
-
-    def _places(self, slots: Numbers) -> Places:
-        """Where all of the pages are; those that are not staged in these slots."""
-        at = ~self._is_staged
-        keys, values = self._keys.copy(), self._values.copy()
-        pool = self._moves.places.pool
-        keys[at], values[at] = of_layer(pool, self._layer, slot_starts(pool, slots))
-        return Places(keys, values, self._records if self._records.any() else None)
 
     def _stage_rest(self) -> None:
         moves, spec = self._moves, self._moves.places.spec
         with moves.places.lock:
-            moves.places.wait_readable(self._pages)
-            absent = [
-                number
-                for number, page in enumerate(self._pages)
-                if page.slot is None and not self._is_staged[number]
-            ]
-            ways = [moves.has_payload(self._pages[number]) for number in absent]
-        stored = [number for number, way in zip(absent, ways, strict=True) if way]
-        if stored:
-            self._stage_payloads(stored)
-        rest = [number for number, way in zip(absent, ways, strict=True) if not way]
-        if rest:
+            self._span = span = self._span.now(moves)
+        is_new = ~self._is_staged[span.stored]
+        if is_new.any():
+            self._stage_payloads(span.stored[is_new], span.rows[is_new])
+        rest = span.others[~self._is_staged[span.others]]
+        if len(rest):
             room = self._room(len(rest), spec.layer_nbytes)
             out = room.view(spec.np_dtype).reshape(len(rest), *spec.layer_shape)
-            moves.read_slices([self._pages[n] for n in rest], self._layer, out)
+            moves.read_slices([span.pages[n] for n in rest.tolist()], self._layer, out)
             self._set_numbers(rest, _starts(room))
 
-    def _stage_payloads(self, numbers: list[int]) -> None:
+    def _stage_payloads(self, numbers: Numbers, rows: PackedRows) -> None:
         moves = self._moves
-        pages = [self._pages[number] for number in numbers]
+        pages = [self._span.pages[number] for number in numbers.tolist()]
         if moves.maps_store:
-            starts, maps = moves.view_payloads(pages, self._layer)
+            starts, maps = moves.view_payloads(pages, rows, self._layer)
             self._kept += maps
         else:
             room = self._room(len(numbers), moves.payload_nbytes)
-            moves.read_payloads(pages, self._layer, room.reshape(len(room), 1, 1, 1, -1))
+            moves.read_payloads(pages, rows, self._layer, room.reshape(len(room), 1, 1, 1, -1))
             starts = _starts(room)
         if moves.record_layout is None:
             self._set_numbers(numbers, starts)
@@ -286,7 +311,7 @@ class _Wave:
             self._records[numbers] = starts
             self._is_staged[numbers] = True
 
-    def _set_numbers(self, numbers: list[int], starts: Numbers) -> None:
+    def _set_numbers(self, numbers: Numbers, starts: Numbers) -> None:
         """Note where the numbers of pages begin, ``(kind, token, head, channel)``."""
         spec = self._moves.places.spec
         self._keys[numbers] = starts

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedkv.files import Bytes
 from pagedkv.segment_files import SegmentFiles
@@ -30,19 +29,6 @@ class MappedFile:
             self._map.madvise(mmap.MADV_RANDOM)
         self.data: Bytes = np.frombuffer(self._map, np.uint8)
         self.address: int = self.data.__array_interface__["data"][0]
-
-    def start_reading(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
-        """Ask the system for parts of the file, many at once; what is there already costs little.
-
-        Args:
-            starts: Where the parts begin.
-            nbytes: How long each of them is.
-        """
-        if not hasattr(mmap, "MADV_WILLNEED"):
-            return
-        for start in starts.tolist():
-            before = start % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, start - before, nbytes + before)
 
 
 class MappedFiles:

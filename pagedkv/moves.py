@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy.typing as npt
 
 from pagedkv.codec import Int8, Raw
 from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
-from pagedkv.format import PageEntry, StoreRow
+from pagedkv.format import PackedRows, PageEntry, StoreRow, pack_row
+from pagedkv.int8 import Int8Layout
 from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
 from pagedkv.page_reader import PayloadViews
@@ -46,7 +48,6 @@ class Mover:
     Attributes:
         batch: Most pages that are read or written at once.
         can_write: Whether there is a store that takes pages.
-        record_layout: What one layer of a page looks like in the store, if it is attended as it is.
         maps_store: Whether pages in the store are attended where they are.
         payload_nbytes: Bytes of one layer of a page in the store; the most they can be.
     """
@@ -67,14 +68,16 @@ class Mover:
         self._num_given_up = 0
         self._page_nbytes = self._spec.page_nbytes
         self.batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
+        self.maps_store = store is not None and store.memory_map
         codec = Raw() if store is None else store.codec
-        has_kernels = compiled() is not None
-        has_records = isinstance(codec, Int8) and has_kernels and self._spec.num_kinds == 2
-        self.record_layout = (
-            codec.layout(self._spec) if has_records and isinstance(codec, Int8) else None
-        )
-        self.maps_store = store is not None and store.memory_map and has_kernels
         self.payload_nbytes = codec.layer_nbytes(self._spec)
+
+    @cached_property
+    def record_layout(self) -> Int8Layout | None:
+        """What one layer of a page looks like in the store, if it is attended as it is."""
+        codec = None if self.store is None else self.store.codec
+        is_fit = isinstance(codec, Int8) and self._spec.num_kinds == 2 and compiled() is not None
+        return codec.layout(self._spec) if is_fit and isinstance(codec, Int8) else None
 
     # -- what is where -----------------------------------------------------------------------
 
@@ -298,23 +301,40 @@ class Mover:
         """What one layer of a page takes in a staging buffer if it is not in the pool."""
         return self.payload_nbytes if self.has_payload(page) else self._spec.layer_nbytes
 
-    def read_payloads(self, pages: Sequence[Page], layer: int, out: Array) -> None:
-        """Read one layer of pages as the store holds them, uint8 ``(page, 1, 1, 1, byte)``.
+    def packed_rows(self, pages: Sequence[Page]) -> PackedRows:
+        """Where the store has pages; ``CorruptPageError`` if it has lost one."""
+        return np.array([pack_row(row) for row in _rows_of(pages)], np.int64)
+
+    def read_payloads(
+        self, pages: Sequence[Page], rows: PackedRows, layer: int, out: Array
+    ) -> None:
+        """Read one layer of pages as the store holds them.
 
         Called without the lock, by the owner of a sequence that holds the pages.
+
+        Args:
+            pages: Which.
+            rows: Where they were a while ago.
+            layer: Layer within the group.
+            out: uint8 ``(page, 1, 1, 1, byte)``.
 
         Raises:
             CorruptPageError: A page came back damaged.
         """
         began = time.perf_counter()
         assert self.store is not None
-        self._read_stored(self.store.read_payloads, pages, layer, out, np.arange(len(pages)))
+        self._read_stored(self.store.read_payloads, pages, layer, out, np.arange(len(pages)), rows)
         self._count_loaded(len(pages), began)
 
-    def view_payloads(self, pages: Sequence[Page], layer: int) -> PayloadViews:
+    def view_payloads(self, pages: Sequence[Page], rows: PackedRows, layer: int) -> PayloadViews:
         """Where the store holds one layer of pages; it is mapped into memory.
 
         Called without the lock, by the owner of a sequence that holds the pages.
+
+        Args:
+            pages: Which.
+            rows: Where they were a while ago.
+            layer: Layer within the group.
 
         Raises:
             CorruptPageError: A page is damaged.
@@ -323,10 +343,11 @@ class Mover:
         began = time.perf_counter()
         while True:
             try:
-                views = self.store.view_payloads(_rows_of(pages), layer)
+                views = self.store.view_payloads(rows, layer)
                 break
             except CorruptPageError as error:
                 self._find_moved([pages[number] for number in error.positions], error)
+                rows = self.packed_rows(pages)
         self._count_loaded(len(pages), began)
         return views
 
@@ -455,15 +476,17 @@ class Mover:
         layer: int,
         out: Array,
         at: Numbers,
+        rows: PackedRows | None = None,
     ) -> None:
         """Read one layer of pages in the store, without the lock; moved ones where they are now."""
         while len(pages):
             try:
-                read(_rows_of(pages), layer, out, at=at)
+                read(self.packed_rows(pages) if rows is None else rows, layer, out, at=at)
                 return
             except CorruptPageError as error:
                 pages, at = [pages[number] for number in error.positions], at[[*error.positions]]
                 self._find_moved(pages, error)
+                rows = None
 
     def _find_moved(self, pages: Sequence[Page], error: CorruptPageError) -> None:
         """Find where pages are now that could not be read; raises the error if one is nowhere."""

@@ -225,13 +225,15 @@ class PageReader:
                     continue
             is_here = starts + one.form.chunk_nbytes <= len(mapped.data)
             numbers, starts = one.numbers[is_here], starts[is_here]
-            mapped.start_reading(starts, one.form.chunk_nbytes)
             addresses[numbers] = starts + mapped.address
             crcs[numbers] = one.segment_map.crcs[one.rows[is_here], layer]
             good[numbers] = one.segment_map.holds[one.rows[is_here]]
             maps.append(mapped.data)
-        kernels = records.compiled()
+        kernels, readers = records.compiled(), records.compiled_reads()
         assert kernels is not None
+        assert readers is not None
+        if files.madvise_address():  # many at once; what is there already costs little
+            readers.look_ahead(files.madvise_address(), addresses[good], payload_nbytes + 4)
         kernels.check_payloads(addresses, payload_nbytes, crcs, good)
         return PayloadViews(addresses, maps), np.flatnonzero(~good).tolist()
 

@@ -12,7 +12,7 @@ from numba.extending import overload
 from pagedkv.checksum import crc32c
 from pagedkv.kernel_cache import kernel
 from pagedkv.kernels import unpack_int8, unpack_raw
-from pagedkv.system_calls import preadv2, will_need
+from pagedkv.system_calls import preadv2, will_look, will_need
 
 _GAP_NBYTES = 16 * 2**10
 """Unwanted bytes between two records that are read along rather than reading twice."""
@@ -144,6 +144,20 @@ def read_blocks(
         if was_read[number]:
             good[number] = crc32c(target, nbytes) == crcs[number]
     return misses
+
+
+@kernel
+def look_ahead(function: Any, addresses: Any, nbytes: Any) -> None:
+    """Let the system begin to read parts of mapped files.
+
+    Args:
+        function: Address of C's ``madvise``.
+        addresses: Where they begin in memory, int64.
+        nbytes: Bytes of each.
+    """
+    for number in range(len(addresses)):
+        before = addresses[number] % _PAGE_NBYTES
+        will_look(function, addresses[number] - before, nbytes + before)
 
 
 @kernel

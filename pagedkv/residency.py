@@ -63,7 +63,7 @@ class Residency:
         self.spill: SpillFile | None = None
         """Exact copies of pages of live sequences, once there are any."""
         self.version = 0
-        """Changes with every change of any page's slot."""
+        """Changes with every change of any page's slot, or of where the store has it."""
         self._policy = policy
         self._owner: list[Page | None] = [None] * pool.num_slots
         self._held: OrderedDict[Page, None] = OrderedDict()  # resident and of a live sequence
@@ -216,6 +216,7 @@ class Residency:
             self.num_clean += change
             self.num_dirty -= change
         page.row, page.exact = row, exact
+        self.version += 1
 
     def add_cached(self, page: Page, slot: int) -> None:
         """Put a fresh page with a key, and no row, into a slot that has its bytes already."""

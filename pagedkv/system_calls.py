@@ -1,5 +1,6 @@
-"""The system's ``preadv2`` and ``posix_fadvise`` for kernels: a batch of reads without the GIL."""
+"""System calls as functions for kernels: batches of them without the GIL."""
 
+import mmap
 import os
 from typing import Any
 
@@ -8,6 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+_WILL_LOOK = getattr(mmap, "MADV_WILLNEED", 3)
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 
@@ -67,3 +69,24 @@ def will_need(_: Any, function: Any, fd: Any, offset: Any, nbytes: Any) -> Any:
 
     int64 = types.int64
     return int64(int64, int64, int64, int64), codegen
+
+
+@intrinsic
+def will_look(_: Any, function: Any, address: Any, nbytes: Any) -> Any:
+    """Let the system begin to read mapped memory; 0 if it does.
+
+    Args:
+        function: Address of C's ``madvise``.
+        address: Where the memory begins: with a page of the system; int64.
+        nbytes: How long it is, int64.
+    """
+
+    def codegen(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        function, address, nbytes = args
+        kind = ir.FunctionType(_I32, [_I64, _I64, _I32])
+        arguments = [address, nbytes, ir.Constant(_I32, _WILL_LOOK)]
+        result = builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+        return builder.sext(result, _I64)
+
+    int64 = types.int64
+    return int64(int64, int64, int64), codegen

@@ -41,7 +41,7 @@ POOL_SHARE = 1 / 4
 MARGIN_NBYTES = 64 * 2**20
 TOLERANCE = 1e-4
 PEER = "plain pread of the same slices, same limit"
-PERCENT = Unit(name="% of the slices", amount=100.0, is_rate=True)
+PERCENT = Unit(name="% of slices", amount=100.0, is_rate=True)
 MEBIBYTES = Unit(name="MiB", amount=1.0, is_rate=False)
 
 

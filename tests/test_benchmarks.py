@@ -44,6 +44,15 @@ def run(name: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return results
 
 
+@needs_fadvise
+@pytest.mark.parametrize("part", ["raw", "int8", "mapped"])
+def test_long_context(part: str, tmp_path: Path) -> None:
+    results = run("long_context.py", tmp_path, "--part", part)
+    check(results)
+    hits = next(result for result in results if result["case"].endswith("hits in the pool"))
+    assert hits["ours"] == pytest.approx(hits["peer"], abs=2)
+
+
 def check(results: list[dict[str, Any]]) -> None:
     assert results
     for result in results:
@@ -54,10 +63,10 @@ def check(results: list[dict[str, Any]]) -> None:
         if result["peer"] is None:
             assert result["ratio"] is None
             assert "not run" in result["peer_name"]
-        elif result["unit"].startswith("GB/s"):
+        elif result["unit"].startswith(("GB/s", "%")):
             assert result["ratio"] == pytest.approx(result["ours"] / result["peer"])
         else:
-            assert result["unit"] in {"µs a page", "s", "ms", "bytes a page"}
+            assert result["unit"] in {"µs a page", "s", "ms", "bytes a page", "MiB", "% of slices"}
             if result["ours"]:
                 assert result["ratio"] == pytest.approx(result["peer"] / result["ours"])
     assert len({(result["case"], result["peer_name"]) for result in results}) == len(results)
@@ -92,6 +101,7 @@ def test_peers(part: str, tmp_path: Path) -> None:
     ("name", "part"),
     [
         ("attention.py", "decode"),
+        ("attention.py", "int8"),
         ("attention.py", "prefill"),
         ("decode.py", "steps"),
         ("decode.py", "generate"),

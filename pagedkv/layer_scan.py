@@ -8,6 +8,7 @@ stored. In a store that is mapped into memory they are attended where they lie.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -41,17 +42,18 @@ class Staging:
         self._ahead: deque[_Reading] = deque()
         self._cuts: dict[int, list[int]] = {}
 
-    def start(self, wave: "_Wave") -> "_Reading":
-        """Begin to read a wave into the next buffer, which nobody needs any more."""
-        number = self._num_waves % _NUM_BUFFERS
-        self._num_waves += 1
+    def start_some(self, todo: "deque[_Wave]", reading: "deque[_Reading]") -> None:
+        """Begin to read the next waves, as many as there are buffers that nobody attends to."""
+        while todo and len(reading) < _NUM_BUFFERS - 1:
+            future = workers.start_reading(todo[0].stage, partial(self._buffer, self._num_waves))
+            reading.append(_Reading(todo.popleft(), future))
+            self._num_waves += 1
 
-        def buffer() -> Bytes:
-            if number not in self._buffers:
-                self._buffers[number] = aligned(STAGED_NBYTES // _NUM_BUFFERS)
-            return self._buffers[number]
-
-        return _Reading(wave, workers.start_reading(wave.stage, buffer))
+    def _buffer(self, wave: int) -> Bytes:
+        number = wave % _NUM_BUFFERS
+        if number not in self._buffers:
+            self._buffers[number] = aligned(STAGED_NBYTES // _NUM_BUFFERS)
+        return self._buffers[number]
 
     def keep_ahead(self, reading: "deque[_Reading]") -> None:
         """Keep what has been begun to be read of the next layer until that is attended."""
@@ -148,13 +150,13 @@ class Whereabouts:
         self.slots: Numbers = np.zeros(0, np.int64)
         self.starts: Numbers = self.slots
         self.spans: list[_Span] = []
-        self._of: tuple[int, int, int] | None = None
+        self._of: tuple[int, int, Sequence[Page]] | None = None
 
     def find(self, moves: Mover, pages: Sequence[Page], first: int, chunk_pages: int) -> None:
         """Look where the pages from ``first`` on are; called with the lock held."""
         places = moves.places
         places.wait_readable(pages[first:] if places.num_moving else ())
-        now = (places.version, len(pages), first)
+        now = (places.version, first, pages)
         if self._of == now and not places.num_moving:
             return
         slots = [page.slot for page in pages[first:]]
@@ -218,11 +220,11 @@ def attend(
             if span.first + len(span.pages) <= attention.num_full_pages:
                 todo.append(_Wave(moves, span, after))
     try:
+        staging.start_some(todo, reading)
         for _ in spans:
-            while todo and len(reading) < _NUM_BUFFERS - 1:
-                reading.append(staging.start(todo.popleft()))
             wave, future = reading.popleft()
             future.result()
+            staging.start_some(todo, reading)
             wave.attend(attention)
     finally:
         staging.keep_ahead(reading)

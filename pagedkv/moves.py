@@ -279,12 +279,20 @@ class Mover:
             return
         began = time.perf_counter()
         at = np.arange(len(pages)) if at is None else at
-        spills = [page.spill for page in pages]
-        spilled = [number for number, record in enumerate(spills) if record is not None]
-        if spilled:
-            assert self.places.spill is not None
+        with self.places.lock:
+            spills = [page.spill for page in pages]
             found = [record for record in spills if record is not None]
-            self.places.spill.read_layers(found, layer, out, at[spilled])
+            spill = self.places.spill
+            if found:  # they may be freed while they are read
+                assert spill is not None
+                spill.hold(found)
+        spilled = [number for number, record in enumerate(spills) if record is not None]
+        if found:
+            assert spill is not None
+            try:
+                spill.read_layers(found, layer, out, at[spilled])
+            finally:
+                spill.let_go(found)
         if len(spilled) < len(pages):
             left = np.delete(np.arange(len(pages)), spilled)
             stored = [pages[number] for number in left.tolist()]

@@ -337,6 +337,7 @@ class Sequence:
         self._cache.forget(self)
         for staging in self._staging:
             staging.clear()
+        self._whereabouts = [layer_scan.Whereabouts() for _ in self._groups]
         for number, group in enumerate(self._groups):
             group.release(self._tables[number])
         self._tables = [[] for _ in self._groups]

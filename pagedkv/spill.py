@@ -8,6 +8,7 @@ a file without a name, as raw numbers, which is gone when its process is.
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,8 @@ class SpillFile:
         self._num_records = 0
         self._crcs: dict[int, npt.NDArray[np.int64]] = {}
         self._unwritten: dict[tuple[int, int], Array] = {}  # (record, layer) that a write harmed
+        self._held: Counter[int] = Counter()
+        self._leaving: set[int] = set()  # freed, but held
         self._num_users = 0
         self._is_closed = False
         self._deadline = deadline
@@ -106,9 +109,28 @@ class SpillFile:
                 self._crcs[record] = np.full(self.spec.held_layers, _UNWRITTEN, dtype=np.int64)
             return records
 
+    def hold(self, records: Sequence[int]) -> None:
+        """Keep records as they are until ``let_go``, though they are freed: they are being read."""
+        with self._lock:
+            self._held.update(records)
+
+    def let_go(self, records: Sequence[int]) -> None:
+        """Take one ``hold`` back; what was freed meanwhile is free now."""
+        with self._lock:
+            self._held.subtract(records)
+            for record in records:
+                if not self._held[record]:
+                    del self._held[record]
+                    if record in self._leaving:
+                        self._leaving.remove(record)
+                        self.free(record)
+
     def free(self, record: int) -> None:
         """Give a record back."""
         with self._lock:
+            if self._held[record]:
+                self._leaving.add(record)
+                return
             del self._crcs[record]
             for layer in range(self.spec.held_layers) if self._unwritten else ():
                 self._unwritten.pop((record, layer), None)

@@ -12,7 +12,7 @@ from kv_samples import Array, bits, make_kv, make_spec
 
 import pagedkv as pk
 from pagedkv import attention_kernels as kernels
-from pagedkv import layer_scan, page_attention
+from pagedkv import files, layer_scan, page_attention, records
 from pagedkv.codec import Int8
 from pagedkv.layer_scan import _Wave
 from pagedkv.page_attention import AttentionRule, MatrixAttention, PageAttention, Places
@@ -331,11 +331,13 @@ def test_many_queries_need_no_more_memory_than_a_few_pages(
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-@pytest.mark.parametrize("memory_map", [False, True])
+@pytest.mark.parametrize("way", ["cached", "cold", "mapped"])
 @pytest.mark.usefixtures("small_staging")
 def test_stored_pages_are_attended_as_they_are_stored(
-    tmp_path: Path, dtype: str, codec: str, *, memory_map: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, codec: str, way: str
 ) -> None:
+    if way == "cold":
+        monkeypatch.setattr(files, "NOW_FLAGS", 1 << 30)  # which the system does not know
     spec = spec_of_tiers(dtype)
     path, tokens = tmp_path / "cache.zarr", np.arange(2100)
     k, v = make_kv(spec, 2100)
@@ -346,7 +348,7 @@ def test_stored_pages_are_attended_as_they_are_stored(
     q = np.random.default_rng(0).standard_normal((3, 6, 16), np.float32)
     found, exact = [], []
     for num_slots in (10, 60, 200):
-        store = pk.PageStore.open(path, spec, memory_map=memory_map)
+        store = pk.PageStore.open(path, spec, memory_map=way == "mapped")
         with pk.PagedKVCache(spec, num_slots, store) as cache:
             sequence = cache.open_sequence(tokens)
             assert sequence.num_tokens == 2096
@@ -368,6 +370,31 @@ def test_stored_pages_are_attended_as_they_are_stored(
         assert error(one, expected) <= TOLERANCES[dtype]
     if codec == "raw":
         assert len({bits(one) for one in found}) == 1
+
+
+@pytest.mark.parametrize("num_queries", [1, 40])
+def test_without_the_kernels_numpy_does_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_queries: int
+) -> None:
+    monkeypatch.setattr(records, "compiled", lambda: None)
+    monkeypatch.setattr(records, "compiled_reads", lambda: None)
+    monkeypatch.setattr("pagedkv.spill.compiled_reads", lambda: None)
+    spec, tokens = spec_of_tiers(), np.arange(400)
+    k, v = make_kv(spec, 400)
+    q = np.random.default_rng(0).standard_normal((num_queries, 6, 16), np.float32)
+    path = tmp_path / "cache.zarr"
+    with pk.PagedKVCache(spec, 6, pk.PageStore.open(path, spec, codec="int8")) as cache:
+        sequence = cache.open_sequence()
+        sequence.append(k, v, tokens)
+        rule = {"window": 300, "soft_cap": 5.0}
+        assert error(sequence.attend(1, q, **rule), reference(q, k[1], v[1], **rule)) <= 1e-5
+        sequence.close()
+        cache.flush()
+    store = pk.PageStore.open(path, spec, memory_map=True)
+    with pk.PagedKVCache(spec, 6, store) as cache, cache.open_sequence(tokens) as sequence:
+        found = sequence.attend(1, q)
+        with sequence.gather(1) as kinds:
+            assert error(found, reference(q, *kinds)) <= 1e-5
 
 
 def test_a_damaged_page_in_a_memory_map_is_an_error(tmp_path: Path) -> None:

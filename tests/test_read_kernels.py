@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from store_samples import Array, as_arrays, empty_like, make_smooth_pages, make_spec, same_bits
 
-from pagedkv import files
+from pagedkv import files, read_kernels
 from pagedkv.codec import FiledRecords, FixedCodec, Int8, Raw
+from pagedkv.file_ranges import read_ranges
 from pagedkv.format import Geometry
 from pagedkv.memory import PageArrays
 from pagedkv.segment import SegmentFormat
@@ -221,3 +222,36 @@ def test_the_system_s_own_function_does_the_same(make: Make) -> None:
     os.ftruncate(sample.fds[0], 5 * sample.form.page_nbytes + 1)
     address = files.preadv2_address()
     assert not sample.read([5], address=address, flags=0)[1][0]
+
+
+@pytest.mark.parametrize("advise", [False, True])
+def test_parts_of_a_file_are_read_until_one_is_not_whole(tmp_path: Path, *, advise: bool) -> None:
+    path = tmp_path / "file"
+    content = np.random.default_rng(0).bytes(10_000)
+    path.write_bytes(content)
+    starts = np.array([5000, 0, 9000, 9500, 10], np.int64)
+    lengths = np.array([100, 4096, 1000, 600, 7], np.int64)  # the fourth goes beyond the end
+    targets = np.array([4200, 50, 5000, 6100, 8000], np.int64)
+    memory, num_read = np.zeros(9000, np.uint8), np.zeros(5, np.int64)
+    with path.open("rb") as file:
+        done = read_kernels.read_ranges(
+            files.preadv2_address(),
+            files.fadvise_address() if advise else 0,
+            file.fileno(),
+            starts,
+            lengths,
+            memory,
+            targets,
+            num_read,
+        )
+        assert done == 3
+        assert num_read.tolist() == [100, 4096, 1000, 0, 0]
+        for start, length, target in zip(starts[:3], lengths[:3], targets[:3], strict=True):
+            assert memory[target : target + length].tobytes() == content[start : start + length]
+        assert not memory[8000:].any()
+        read_ranges(file.fileno(), starts, lengths, memory, targets, num_read)
+    assert num_read.tolist() == [100, 4096, 1000, 500, 7]
+    assert memory[6100:6600].tobytes() == content[9500:]
+    assert memory[8000:8007].tobytes() == content[10:17]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        read_ranges(-1, starts, lengths, memory, targets, num_read)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kv_samples import bits, make_page, make_spec, not_writable
 
-from pagedkv import CorruptPageError, StoreError, StoreFullError, files
+from pagedkv import CorruptPageError, StoreError, StoreFullError, StoreTimeoutError, files
 from pagedkv.spill import SpillFile
 
 SPEC = make_spec(num_layers=3)
@@ -224,3 +225,85 @@ class SpillMachine(RuleBasedStateMachine):
 
 
 TestSpill = SpillMachine.TestCase
+
+
+@pytest.fixture(params=["kernel", "disk threads", "no preadv2"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How records are read: at once, or by threads, which a kernel helps or not."""
+    if request.param == "disk threads":
+        monkeypatch.setattr(files, "NOW_FLAGS", 1 << 30)  # which the system does not know
+    elif request.param == "no preadv2":
+        monkeypatch.setattr(files, "preadv2_address", lambda: 0)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.usefixtures("way")
+def test_a_layer_of_many_records_is_read_in_one_go(spill: SpillFile, *, is_strided: bool) -> None:
+    records = spill.allocate(300)
+    for record in records:
+        spill.write_page(record, make_page(SPEC, record))
+    chosen = np.random.default_rng(0).permutation(300)[:200]
+    out = np.zeros((250, *SPEC.layer_shape), np.float32)
+    if is_strided:  # the kinds of a page apart
+        out = np.zeros((SPEC.num_kinds, 250, *SPEC.layer_shape[1:]), np.float32).swapaxes(0, 1)
+    at = np.random.default_rng(1).permutation(250)[:200]
+    spill.read_layers([records[n] for n in chosen], 1, out, at)
+    for number, place in zip(chosen.tolist(), at.tolist(), strict=True):
+        assert bits(out[place]) == bits(make_page(SPEC, records[number])[1])
+    assert not out[np.setdiff1d(np.arange(250), at)].any()
+
+
+@pytest.mark.usefixtures("way")
+def test_one_damaged_record_among_many_is_refused(spill: SpillFile) -> None:
+    records = spill.allocate(100)
+    for record in records:
+        spill.write_page(record, make_page(SPEC, record))
+    os.pwrite(spill._fd, b"x", 70 * SPEC.page_nbytes + SPEC.layer_nbytes + 3)
+    out = np.zeros((100, *SPEC.layer_shape), np.float32)
+    spill.read_layers(records, 0, out)
+    with pytest.raises(CorruptPageError, match="layer 1"):
+        spill.read_layers(records, 1, out)
+
+
+def test_a_read_that_hangs_is_given_up_and_writes_nothing_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill = SpillFile(SPEC, tmp_path, Budget(), deadline=0.2)
+    (record,) = spill.allocate(1)
+    spill.write_page(record, make_page(SPEC, 1))
+    go_on, has_ended = threading.Event(), threading.Event()
+    read = files.pread_into
+
+    def hang(*arguments: Any) -> int:
+        assert go_on.wait(60)
+        count = read(*arguments)
+        has_ended.set()
+        return count
+
+    monkeypatch.setattr(files, "preadv2_address", lambda: 0)
+    monkeypatch.setattr(files, "pread_into", hang)
+    out = np.zeros((1, *SPEC.layer_shape), np.float32)
+    with pytest.raises(StoreTimeoutError, match="spill file"):
+        spill.read_layers([record], 0, out)
+    go_on.set()
+    assert has_ended.wait(60)
+    assert not out.any()
+    spill.read_layers([record], 0, out)
+    assert bits(out[0]) == bits(make_page(SPEC, 1)[0])
+    spill.close()
+
+
+def test_a_held_record_is_free_when_it_is_let_go(spill: SpillFile) -> None:
+    first, second = spill.allocate(2)
+    spill.write_page(first, make_page(SPEC, 1))
+    spill.hold([first, second])
+    spill.hold([first])
+    spill.free(first)
+    assert spill.allocate(1) != [first]
+    assert read(spill, first) == bits(make_page(SPEC, 1))
+    spill.let_go([first, second])
+    assert spill.allocate(1) != [first]
+    spill.let_go([first])
+    assert spill.allocate(1) == [first]
+    assert not any(read(spill, first))

@@ -1,7 +1,7 @@
 """Contexts ten times as large as the pool: a cache like an 8B model's, then a model.
 
 First decode steps without a model, behind 32,768 tokens of random keys and values in the shape of
-an 8B-class model's: 4 GiB of bfloat16, as INT8 in a temporary folder (2.3 GB). For every token,
+an 8B-class model's: 4 GiB of bfloat16, as INT8 in a temporary folder (2.2 GiB). For every token,
 nine tenths of them come from the disk again; the memory that this takes is that of the pool.
 
 Then, where transformers is installed, SmolLM2-135M-Instruct at the longest context that it

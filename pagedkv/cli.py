@@ -207,7 +207,7 @@ def demo(
         typer.Option(
             "--long",
             help="Instead: the longest context of the model, then decode steps behind a cache "
-            "like an 8B model's, both with a pool for a tenth. Takes minutes and 2.3 GiB of disk.",
+            "like an 8B model's, both with a pool for a tenth. Takes minutes and 2.4 GiB of disk.",
         ),
     ] = False,
     long_tokens: Annotated[

@@ -63,7 +63,7 @@ class SlotPool:
         """Slots that can be allocated."""
         self._free = list(range(num_slots))  # a heap; slots taken from its middle stay as stale
         self.pins = [0] * num_slots
-        """How often each slot is pinned; to be changed by ``pin`` and ``unpin`` only."""
+        """How often each slot is pinned, by ``pin`` and ``unpin`` only; ``use`` counts apart."""
         self._num_pinned = 0
         self._uses = np.zeros(num_slots, np.int32)  # the pins of ``use``
         self._num_using = 0

@@ -63,7 +63,8 @@ class Residency:
         self.spill: SpillFile | None = None
         """Exact copies of pages of live sequences, once there are any."""
         self.version = 0
-        """Changes with every change of any page's slot, or of where the store has it."""
+        """Changes with every change of any page's slot, or of where the store has it; not when the
+        store gets a page that it had not (``set_stored``), since the page is still where it was."""
         self._policy = policy
         self._owner: list[Page | None] = [None] * pool.num_slots
         self._held: OrderedDict[Page, None] = OrderedDict()  # resident and of a live sequence

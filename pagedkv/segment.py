@@ -90,7 +90,7 @@ class SegmentFormat:
     def of_payloads(self) -> "SegmentFormat":
         """The same files, read without decoding: a layer is its payload, ``(1, 1, 1, byte)``.
 
-        Only for codecs of fixed size.
+        It reads what a codec of fixed size wrote; other codecs it cannot read.
         """
         nbytes = self.geometry.payload_nbytes
         form = copy.copy(self)

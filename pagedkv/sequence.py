@@ -180,8 +180,9 @@ class Sequence:
     ) -> Array:
         """Causal attention of the layer's last tokens to all that it holds.
 
-        Pages in the pool are attended where they are. Those that are only on disk are read into a
-        staging buffer of a few megabytes, while others are attended; they take no slots.
+        Pages in the pool are attended where they are. Those that are only on disk are read into
+        staging buffers of 16 MiB together, while others are attended, or attended where the store
+        is mapped into memory; they take no slots.
 
         Args:
             layer: Layer, numbered through the groups; its keys and values are appended already.

@@ -491,6 +491,10 @@ class PageStore:
             out: uint8 ``(row, 1, 1, 1, byte)``.
             at: As for ``read``.
             deadline: The same.
+
+        Raises:
+            CorruptPageError: As for ``read``.
+            StoreError: The disk failed, or did not answer in time.
         """
         self._check_open()
         formats = self._contents.payload_formats

@@ -37,6 +37,7 @@ class _Worker:
 
 
 _NUM_READERS = 8
+"""More sequences than this that read at once wait for each other's waves."""
 
 _workers: list[_Worker] = []
 _readers: ThreadPoolExecutor | None = None

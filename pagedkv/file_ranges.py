@@ -1,12 +1,8 @@
 """Many parts of a file read in one go, by a kernel where there is one: few calls, no GIL."""
 
-import numpy as np
-import numpy.typing as npt
-
 from pagedkv import files, records
 from pagedkv.files import Bytes
-
-Numbers = npt.NDArray[np.int64]
+from pagedkv.memory import Numbers
 
 
 def read_ranges(

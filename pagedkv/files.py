@@ -192,32 +192,32 @@ def pread_parts_now(fd: int, parts: Sequence[Any], offset: int) -> int:
 
 @functools.cache
 def preadv2_address() -> int:
-    """Address of C's ``preadv2``, by which a kernel reads as ``pread_now`` does; 0 if it has none.
+    """Address of C's ``preadv2``, with 64-bit numbers, by which kernels read; 0 if it has none.
 
-    It is called with ``NOW_FLAGS``, and 64-bit numbers.
+    With ``NOW_FLAGS`` it reads as ``pread_now`` does; with 0 it waits for the disk.
     """
-    if not _NOWAIT or ctypes.sizeof(ctypes.c_long) < 8:
-        return 0
-    function = getattr(ctypes.CDLL(None), "preadv2", None)
-    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+    return _address_of("preadv2") if _NOWAIT else 0
 
 
 @functools.cache
 def fadvise_address() -> int:
     """Address of C's ``posix_fadvise`` with 64-bit numbers; 0 if the system has none."""
-    if not hasattr(os, "posix_fadvise") or ctypes.sizeof(ctypes.c_long) < 8:
-        return 0
-    function = getattr(ctypes.CDLL(None), "posix_fadvise", None)
-    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+    return _address_of("posix_fadvise") if hasattr(os, "posix_fadvise") else 0
 
 
 @functools.cache
 def madvise_address() -> int:
     """Address of C's ``madvise``; 0 if the system has none, or pages of another size than 4096."""
-    if not hasattr(mmap, "MADV_WILLNEED") or mmap.PAGESIZE != 4096:
+    has_it = hasattr(mmap, "MADV_WILLNEED") and mmap.PAGESIZE == 4096
+    return _address_of("madvise") if has_it else 0
+
+
+def _address_of(name: str) -> int:
+    """Address of one of C's functions; 0 if there is none, or its numbers are not of 64 bits."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is None or ctypes.sizeof(ctypes.c_long) < 8:
         return 0
-    function = getattr(ctypes.CDLL(None), "madvise", None)
-    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def pread_exact(fd: int, nbytes: int, offset: int) -> Bytes:

@@ -1,7 +1,7 @@
 """``Payloads``: what a codec made of a layer, read without decoding it."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,21 +14,15 @@ from pagedkv.spec import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Reads any codec's payloads of fixed size, verified, as bytes. It needs the kernels.
+    """A ``Decoder`` that leaves payloads of fixed size, of any codec, as they are.
+
+    ``unpack`` and ``read`` need the kernels.
 
     Args:
         nbytes: Bytes of a layer's payload.
     """
 
     nbytes: int
-
-    name: ClassVar[str] = "payloads"
-    lossless: ClassVar[bool] = True
-    fixed_size: ClassVar[bool] = True
-
-    def layer_nbytes(self, spec: KVSpec) -> int:
-        """Bytes of a layer's payload."""
-        return self.nbytes
 
     def decode(self, spec: KVSpec, payload: Bytes, out: npt.NDArray[Any]) -> None:
         """Copy the payload to ``out``, uint8 ``(1, 1, 1, byte)``."""

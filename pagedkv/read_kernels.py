@@ -1,7 +1,7 @@
-"""Compiled loops that read records from files and decode them at once, while they are in the cache.
+"""Compiled loops that read from files: records, which are decoded at once, blocks, and ranges.
 
-They serve what lies in the system's page cache: no read waits for a disk. Like those of
-``pagedkv.kernels``, whose arguments they take, they are serial and hold no GIL.
+But for ``read_ranges`` they serve what lies in the system's page cache: no read waits for a disk.
+Like those of ``pagedkv.kernels``, whose arguments they take, they are serial and hold no GIL.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from numba.extending import overload
 from pagedkv.checksum import crc32c
 from pagedkv.kernel_cache import kernel
 from pagedkv.kernels import unpack_int8, unpack_raw
-from pagedkv.system_calls import preadv2, will_look, will_need
+from pagedkv.system_calls import fadvise_will_need, madvise_will_need, preadv2
 
 _GAP_NBYTES = 16 * 2**10
 """Unwanted bytes between two records that are read along rather than reading twice."""
@@ -153,11 +153,11 @@ def look_ahead(function: Any, addresses: Any, nbytes: Any) -> None:
     Args:
         function: Address of C's ``madvise``.
         addresses: Where they begin in memory, int64.
-        nbytes: Bytes of each.
+        nbytes: Bytes of each part.
     """
     for number in range(len(addresses)):
         before = addresses[number] % _PAGE_NBYTES
-        will_look(function, addresses[number] - before, nbytes + before)
+        madvise_will_need(function, addresses[number] - before, nbytes + before)
 
 
 @kernel
@@ -189,7 +189,7 @@ def read_ranges(
     """
     address = np.int64(memory.ctypes.data)
     for number in range(len(starts) if advise else 0):
-        will_need(advise, fd, starts[number], lengths[number])
+        fadvise_will_need(advise, fd, starts[number], lengths[number])
     for number in range(len(starts)):
         if not 0 <= targets[number] <= len(memory) - lengths[number]:
             return number

@@ -9,8 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_WILL_LOOK = getattr(mmap, "MADV_WILLNEED", 3)
-_WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
+_POSIX_FADV_WILLNEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
+_MADV_WILLNEED = getattr(mmap, "MADV_WILLNEED", 3)
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 
 
@@ -50,7 +50,7 @@ def preadv2(
 
 
 @intrinsic
-def will_need(_: Any, function: Any, fd: Any, offset: Any, nbytes: Any) -> Any:
+def fadvise_will_need(_: Any, function: Any, fd: Any, offset: Any, nbytes: Any) -> Any:
     """Let the system begin to read a part of a file; 0 if it does.
 
     Args:
@@ -63,7 +63,8 @@ def will_need(_: Any, function: Any, fd: Any, offset: Any, nbytes: Any) -> Any:
     def codegen(_: Any, builder: Any, __: Any, args: Any) -> Any:
         function, fd, offset, nbytes = args
         kind = ir.FunctionType(_I32, [_I32, _I64, _I64, _I32])
-        arguments = [builder.trunc(fd, _I32), offset, nbytes, ir.Constant(_I32, _WILL_NEED)]
+        advice = ir.Constant(_I32, _POSIX_FADV_WILLNEED)
+        arguments = [builder.trunc(fd, _I32), offset, nbytes, advice]
         result = builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
         return builder.sext(result, _I64)
 
@@ -72,7 +73,7 @@ def will_need(_: Any, function: Any, fd: Any, offset: Any, nbytes: Any) -> Any:
 
 
 @intrinsic
-def will_look(_: Any, function: Any, address: Any, nbytes: Any) -> Any:
+def madvise_will_need(_: Any, function: Any, address: Any, nbytes: Any) -> Any:
     """Let the system begin to read mapped memory; 0 if it does.
 
     Args:
@@ -84,7 +85,7 @@ def will_look(_: Any, function: Any, address: Any, nbytes: Any) -> Any:
     def codegen(_: Any, builder: Any, __: Any, args: Any) -> Any:
         function, address, nbytes = args
         kind = ir.FunctionType(_I32, [_I64, _I64, _I32])
-        arguments = [address, nbytes, ir.Constant(_I32, _WILL_LOOK)]
+        arguments = [address, nbytes, ir.Constant(_I32, _MADV_WILLNEED)]
         result = builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
         return builder.sext(result, _I64)
 

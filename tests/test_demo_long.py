@@ -10,7 +10,7 @@ import pytest
 from test_demo import prompt, run_demo, tiny_model
 
 import pagedkv as pk
-from pagedkv import cli
+from pagedkv import cli, layer_scan
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 from pagedkv_adapters.demo import long, new_process
 from pagedkv_adapters.demo.long_decode import SLICE_NBYTES, SPEC, decode, fill
 from pagedkv_adapters.demo.long_model import generate_long
+from pagedkv_adapters.demo.long_result import STAGING_NBYTES
 from pagedkv_adapters.demo.model import load
 from pagedkv_adapters.demo.prompt import QUESTION, encode, encode_long
 from pagedkv_adapters.demo.usage import device_read_nbytes, peak_nbytes, resident_nbytes
@@ -266,6 +267,10 @@ def test_a_long_prompt_has_the_length_asked_for_and_the_end_of_a_short_one(
     assert text.count("byLewisCarroll(1865)") > 1, "30,000 letters are more than the chapter has"
     assert text.count("Answerbriefly.") == 1
     assert text.endswith(QUESTION[-20:].replace(" ", "") + "<end>Answerbriefly.")
+
+
+def test_the_staging_buffers_are_as_large_as_the_result_says() -> None:
+    assert STAGING_NBYTES == layer_scan.STAGED_NBYTES
 
 
 def test_usage_is_that_of_this_process() -> None:

@@ -207,10 +207,10 @@ def test_a_model_that_is_new_attends_to_pages_after_its_first_forward_pass(
     tmp_path: Path, gathers: list[int]
 ) -> None:
     prompt = random_ids(300, seed=10)
-    for num_gathers in (3, 0):  # of a prefix whose model has not shown yet how it attends
+    for is_in_pool in (True, False):  # the prefix, whose model has not shown yet how it attends
         model = with_pages(tiny.llama())
         with open_cache(model, tmp_path / "cache.zarr") as kv:
-            if num_gathers:
+            if is_in_pool:
                 cache_prompt(model, prompt, kv)
                 model = with_pages(tiny.llama())
             with PagedCache.from_prompt(model, prompt, kv) as cache:

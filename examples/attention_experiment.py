@@ -413,7 +413,7 @@ def labels(ks: list[int]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="a random model of no size")
+    parser.add_argument("--tiny", action="store_true", help="a small model with random weights")
     parser.add_argument("--plot", type=Path, help="write a figure: a name in .svg, .png or .pdf")
     parser.add_argument("--new-tokens", type=int, default=28, help="tokens of the answer at most")
     arguments = parser.parse_args()

@@ -1,11 +1,10 @@
 """``pagedkv demo``: gathers what the runs need, shows that they run, prints what they found."""
 
-import contextlib
 import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +171,7 @@ def _run(
         pk.PageStore.open(path, spec, codec=codec).close()
         setup = PagedSetup(store_path=path, codec=codec, num_slots=num_slots)
 
-        def watch(name: str) -> "contextlib.AbstractContextManager[Callable[[int], None]]":
+        def watch(name: str) -> AbstractContextManager[Callable[[int], None]]:
             return _watch(progress, name, tokenizer, max_new_tokens)
 
         with watch("DynamicCache of transformers") as on_token:

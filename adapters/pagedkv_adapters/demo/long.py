@@ -164,14 +164,14 @@ def _run_decode(setup: LongSetup, store: Path, progress: Progress) -> DecodeRun:
     )
 
     def show_layer(message: dict[str, Any]) -> None:
-        step, layers, nbytes, seconds = message.values()
+        step, speed = message["step"], message["nbytes"] / message["seconds"] / 1e9
         where = f"step {step + 1} of {setup.num_steps}"
         if step == setup.num_steps:
             where = "one from the page cache"
         progress.update(
             task,
-            completed=step * SPEC.num_layers + layers,
-            text=f"{where}, {nbytes / seconds / 1e9:.2f} GB/s",
+            completed=step * SPEC.num_layers + message["layers"],
+            text=f"{where}, {speed:.2f} GB/s",
         )
 
     values = ask(module, {**question, "job": "decode"}, "decodes", show_layer)

@@ -68,7 +68,8 @@ def decode(question: dict[str, Any], tell: Tell) -> dict[str, Any]:
     Args:
         question: As for ``fill``, and ``pool``, ``num_steps``: so many read what is not in the
             pool from the disk, one more reads it from the system's page cache.
-        tell: Is told step, layers done, bytes of slices read, and seconds, after each layer.
+        tell: Is told ``step``, ``layers`` done of it, ``nbytes`` of slices read and ``seconds``,
+            after each layer.
     """
     path = Path(question["store_path"])
     _warm_up(path.with_name("warm-up.zarr"))

@@ -30,6 +30,7 @@ def ask(module: str, question: object, what: str, on_message: Tell) -> Any:
     command = [sys.executable, "-P", "-m", module]
     answers: list[Any] = []
     failures: list[str] = []
+    take = {"message": on_message, "answer": answers.append, "failure": failures.append}
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -43,9 +44,7 @@ def ask(module: str, question: object, what: str, on_message: Tell) -> Any:
             process.stdin.close()
             for line in process.stdout:
                 kind, value = json.loads(line)
-                {"message": on_message, "answer": answers.append, "failure": failures.append}[kind](
-                    value
-                )
+                take[kind](value)
         except BaseException:
             process.kill()
             process.wait()  # whatever it had open may be removed now

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 
 QUESTION = "What did Alice find in the little glass box under the table?"
-
-
 _NUM_KEPT = 64
 """So many tokens at the end of a long prompt are never cut off: the question is among them."""
 

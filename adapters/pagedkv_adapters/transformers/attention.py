@@ -26,11 +26,8 @@ MAX_QUERIES = 16
 """More tokens at once are attended by torch, over gathered pages."""
 
 _PAGES = "_pagedkv_pages"
-_NOT_OVER_PAGES = {
-    *("s_aux", "sinks", "head_mask", "position_bias"),
-    *("indices", "block_indices"),
-}
-
+_NOT_OVER_PAGES = ("s_aux", "sinks", "head_mask", "position_bias", "indices", "block_indices")
+"""Arguments of models that say more of the attention than pages know."""
 _INSTEAD = (
     f"{ATTENTION_NAME!r} cannot do that over pages, which are gathered for it and attended by the "
     "model's own kind of attention, as without 'pagedkv'"
@@ -85,7 +82,7 @@ def paged_attention(
             the values since the cache returned them.
     """
     pages: Pages | None = getattr(key, _PAGES, None)
-    wants_weights = "output_attentions" in kwargs and bool(kwargs["output_attentions"])
+    wants_weights = bool(kwargs.get("output_attentions"))
     if pages is not None:
         cache, layer, values, is_whole = pages
         cache.note_attention(layer, is_untouched=value is values)
@@ -172,11 +169,12 @@ def _obstacle(
         return "output_attentions"
     if dropout:
         return "dropout"
-    for name in _NOT_OVER_PAGES & kwargs.keys():
-        if kwargs[name] is not None:
+    for name in _NOT_OVER_PAGES:
+        if kwargs.get(name) is not None:
             return name
     if softcap is None and not own_attention(type(module).__module__).supports_sdpa:
-        return "what torch does not support"  # only of a cap is it known that it is all
+        # Models that cap their scores do not support it for that alone, and pages know caps.
+        return "what torch does not support"
     return None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 import pagedkv as pk
 from pagedkv_adapters.transformers.attention import (
@@ -21,12 +21,14 @@ from pagedkv_adapters.transformers.attention import (
 )
 from pagedkv_adapters.transformers.model_hook import watch
 from pagedkv_adapters.transformers.model_spec import spec_for
+from pagedkv_adapters.transformers.paged_layer import PagedLayer
 from pagedkv_adapters.transformers.tensors import no_gradient, to_numpy, to_torch
-
-Ids = npt.NDArray[np.int64]
-
-_UNKNOWN = -1
-"""In place of a token id that was not seen."""
+from pagedkv_adapters.transformers.token_ids import (
+    UNKNOWN,
+    one_row,
+    require_equal,
+    with_unknown,
+)
 
 
 class PagedCache(Cache):
@@ -69,7 +71,7 @@ class PagedCache(Cache):
         self.sequence = kv.open_sequence() if sequence is None else sequence
         self.num_reused_tokens = self.sequence.num_tokens
         """Tokens of the prompt whose KV was found in pool or store."""
-        self._prompt = _with_unknown(self.sequence.tokens, self.num_reused_tokens)
+        self._prompt = with_unknown(self.sequence.tokens, self.num_reused_tokens)
         self._seen = self._prompt  # ids of the tokens that the sequence holds
         self._gathered: AbstractContextManager[Any] | None = None  # what the last call returned
         self.wants_weights = False
@@ -80,7 +82,7 @@ class PagedCache(Cache):
         self._arrived: dict[int, bool] = {}  # layers whose keys did, and whether as returned
         self._masks: list[tuple[torch.Tensor | None, Seen]] = []  # of this forward pass
         watch(model, PagedCache)
-        super().__init__(layers=[_PagedLayer(self, layer) for layer in range(spec.num_layers)])
+        super().__init__(layers=[PagedLayer(self, layer) for layer in range(spec.num_layers)])
 
     @classmethod
     def from_prompt(
@@ -106,7 +108,7 @@ class PagedCache(Cache):
             ValueError: ``input_ids`` are not one row of at least one token.
             SpecMismatchError: ``kv`` holds the KV of other weights, or of another geometry.
         """
-        ids = _one_row(input_ids, "input_ids")
+        ids = one_row(input_ids, "input_ids")
         if not len(ids):
             raise ValueError("input_ids hold no token: a prompt needs at least one")
         sequence = kv.open_sequence(ids, salt=salt)
@@ -130,20 +132,20 @@ class PagedCache(Cache):
             ValueError: The ids are not one row, too few, or not those that the model was given.
         """
         self._settle()
-        ids = _one_row(output_ids, "output_ids")
+        ids = one_row(output_ids, "output_ids")
         num_tokens = self.sequence.num_tokens
         if len(ids) < num_tokens:
             raise ValueError(
                 f"output_ids hold {len(ids)} tokens, but the cache {num_tokens}: give all ids "
                 "that generate returned, the prompt included"
             )
-        seen = _with_unknown(self._seen, num_tokens)
-        if (seen == _UNKNOWN).any():
+        seen = with_unknown(self._seen, num_tokens)
+        if (seen == UNKNOWN).any():
             raise ValueError(
-                f"{int((seen == _UNKNOWN).sum())} of {num_tokens} tokens were not given as "
+                f"{int((seen == UNKNOWN).sum())} of {num_tokens} tokens were not given as "
                 "input_ids (but as embeddings): their KV cannot be named by token ids"
             )
-        _require_equal(seen, ids, "output_ids", "the model was given")
+        require_equal(seen, ids, "output_ids", "the model was given")
         self.sequence.commit(ids[:num_tokens])
 
     def save(self) -> None:
@@ -197,7 +199,7 @@ class PagedCache(Cache):
         if input_ids is None:  # embeddings: their ids are unknown, and so is what commit gets
             self._seen = self._seen[:past]
             return
-        new = _one_row(input_ids, "input_ids")
+        new = one_row(input_ids, "input_ids")
         if not isinstance(attention_mask, torch.Tensor | None) or (
             attention_mask is not None and attention_mask.ndim != 2
         ):
@@ -217,8 +219,8 @@ class PagedCache(Cache):
                 f"position_ids are not {past}..{past + len(new) - 1}, which follow on the "
                 f"{past} tokens that the cache holds: PagedCache takes unpadded prompts only"
             )
-        _require_equal(self._prompt[past:], new, "input_ids", "from_prompt was given", at=past)
-        self._seen = np.concatenate([_with_unknown(self._seen, past), new])
+        require_equal(self._prompt[past:], new, "input_ids", "from_prompt was given", at=past)
+        self._seen = np.concatenate([with_unknown(self._seen, past), new])
 
     def end_forward(self) -> bool | None:
         """Look at what a forward pass did after it was computed.
@@ -354,92 +356,3 @@ class PagedCache(Cache):
                 f"the model did not attend to layer {self._marked} by {ATTENTION_NAME!r}, which it"
                 " was loaded with: load it with attn_implementation='sdpa'"
             )
-
-
-class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers
-    """One layer of a ``PagedCache``, as transformers addresses it."""
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False  # the whole context is kept, windows are masked
-
-    def __init__(self, cache: PagedCache, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers
-        self.is_initialized = True
-        self._cache = cache
-        self._layer = layer
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the pages are there."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.update(key_states, value_states, self._layer)
-
-    def get_seq_length(self) -> int:
-        return self._cache.sequence.num_tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens, once for all layers."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop by {tokens_to_remove}: give 0 or a negative number")
-        if self._layer == 0 and tokens_to_remove:
-            sequence = self._cache.sequence
-            sequence.truncate(sequence.num_tokens + tokens_to_remove)
-
-    def reset(self) -> None:
-        """Drop all tokens, once for all layers."""
-        if self._layer == 0:
-            self._cache.reset()
-
-    def offload(self) -> None:
-        """Do nothing: the pages are where the cache put them."""
-
-    def prefetch(self) -> None:
-        """Do nothing: the pages are where the cache put them."""
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        raise NotImplementedError("PagedCache does not support beam search yet: use num_beams=1")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if repeats != 1:
-            raise NotImplementedError("PagedCache holds one sequence: repeat the call instead")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise NotImplementedError("PagedCache holds one sequence: there is nothing to select from")
-
-
-def _require_equal(known: Ids, given: Ids, name: str, source: str, at: int = 0) -> None:
-    """``ValueError`` if ``given`` contradicts the ids that are known, from token ``at`` on."""
-    count = min(len(known), len(given))
-    differ = np.flatnonzero((known[:count] != given[:count]) & (known[:count] != _UNKNOWN))
-    if len(differ):
-        first = int(differ[0])
-        raise ValueError(
-            f"token {at + first} of {name} is {given[first]}, but {known[first]} is what {source}"
-        )
-
-
-def _with_unknown(ids: npt.NDArray[Any], num_tokens: int) -> Ids:
-    """The first ids, filled up to ``num_tokens`` with ``_UNKNOWN``."""
-    known: Ids = ids[:num_tokens].astype(np.int64)
-    return np.pad(known, (0, num_tokens - len(known)), constant_values=_UNKNOWN)
-
-
-def _one_row(ids: torch.Tensor | npt.ArrayLike, name: str) -> Ids:
-    array = np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids)
-    if array.ndim == 2 and array.shape[0] == 1:
-        array = array[0]
-    if array.ndim != 1:
-        raise ValueError(
-            f"{name} have shape {array.shape}: PagedCache holds one sequence, so the batch (beams, "
-            "returned sequences) must be 1"
-        )
-    return array

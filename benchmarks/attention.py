@@ -21,8 +21,9 @@ from measure.compare import Bench, Target, Timed, Unit, gigabytes_a_second, rest
 from measure.pages import seconds_of
 
 import pagedkv as pk
+from pagedkv.attention_rule import AttentionRule
 from pagedkv.codec import Int8
-from pagedkv.page_attention import AttentionRule, PageAttention, Places
+from pagedkv.page_attention import PageAttention, Places
 
 Array = npt.NDArray[Any]
 

@@ -4,9 +4,6 @@ The context is cut into chunks of 512 tokens, which are attended apart and merge
 the result is the same to the bit, wherever pages lie and however many threads there are.
 """
 
-import functools
-import math
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import records, workers
+from pagedkv.attention_rule import AttentionRule
 from pagedkv.int8 import Int8Layout
 from pagedkv.memory import Numbers
 from pagedkv.spec import KVSpec
@@ -24,10 +22,6 @@ Array = npt.NDArray[Any]
 _CHUNK_TOKENS = 512
 _MANY_NBYTES = 4 * 2**20
 """Keys and values for which a second thread is worth its start."""
-_BLOCK_QUERIES = 128
-_TILE_TOKENS = 512
-"""Queries and tokens of a matrix product: its scores stay in the processor's cache."""
-_LOG2_E = 1.4426950408889634
 _KERNEL_DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -46,42 +40,6 @@ class Places(NamedTuple):
     """Address of each page's values; the same."""
     records: Numbers | None = None
     """Address of each record of INT8; 0 for all other pages. None if no page is one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRule:
-    """What a query sees, and how scores become weights.
-
-    Args:
-        scale: Factor on the scores; ``1 / sqrt(channels)`` if None.
-        window: So many tokens does a query see, itself included; None for all before it.
-        soft_cap: Scores are capped to ``soft_cap * tanh(score / soft_cap)``; None for no cap.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-
-    scale: float | None = None
-    window: int | None = None
-    soft_cap: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ValueError(f"scale is {self.scale}: it must be a finite number")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}: a query sees itself, so it must be >= 1")
-        if self.soft_cap is not None and not (0 < self.soft_cap < math.inf):
-            raise ValueError(f"soft_cap is {self.soft_cap}: it must be a positive number")
-
-    def factor(self, num_channels: int) -> float:
-        """The factor on the scores."""
-        return 1 / math.sqrt(num_channels) if self.scale is None else self.scale
-
-
-@functools.lru_cache(64)
-def rule_of(scale: float | None, window: int | None, soft_cap: float | None) -> AttentionRule:
-    """An ``AttentionRule``, which is checked once."""
-    return AttentionRule(scale=scale, window=window, soft_cap=soft_cap)
 
 
 class PageAttention:
@@ -110,19 +68,18 @@ class PageAttention:
         self._dtype = queries.dtype
         num_queries, num_q_heads, num_channels = queries.shape
         group = num_q_heads // spec.held_heads
-        self._together = 4 if group > 2 else group
+        self._together = 4 if group > 2 else group  # heads of a group that a kernel takes at once
         self._shape = (num_queries, spec.held_heads, group, num_channels)
-        factor = rule.factor(num_channels) * (1.0 if rule.soft_cap else _LOG2_E)
         padded_group = -(-group // self._together) * self._together
         padded = (num_queries, spec.held_heads, padded_group, -(-num_channels // 8) * 8)
         scaled = queries.reshape(self._shape).astype(np.float32, order="C")
-        scaled *= np.float32(factor)
+        scaled *= np.float32(rule.factor(num_channels))
         self._queries = scaled
         if padded != self._shape:
             self._queries = np.zeros(padded, np.float32)
             self._queries[:, :, :group, :num_channels] = scaled
         self._position = num_tokens - num_queries
-        seen = 0 if rule.window is None else max(0, self._position - rule.window + 1)
+        seen = rule.first_seen(self._position)
         self.chunk_pages = max(1, _CHUNK_TOKENS // spec.page_tokens)
         chunk_tokens = self.chunk_pages * spec.page_tokens
         self.first_page = seen // chunk_tokens * self.chunk_pages
@@ -208,99 +165,6 @@ class PageAttention:
         out = np.empty(self._shape, np.float32)
         attention_kernels.merge_chunks(self._best, self._total, self._merged, self._together, out)
         num_queries, num_heads, group, num_channels = self._shape
-        return out.reshape(num_queries, num_heads * group, num_channels).astype(
-            self._dtype, copy=False
-        )
-
-
-class MatrixAttention:
-    """Attention of many queries, by matrix products; ``attend`` is called for all tokens in order.
-
-    Args:
-        queries: ``(token, q_head, channel)`` of the last tokens.
-        num_heads: Heads of keys.
-        num_tokens: Tokens that there are.
-        rule: What the queries see.
-    """
-
-    def __init__(
-        self, queries: Array, num_heads: int, num_tokens: int, rule: AttentionRule
-    ) -> None:
-        num_queries, num_q_heads, num_channels = queries.shape
-        group = num_q_heads // num_heads
-        self._rule = rule
-        self._dtype = queries.dtype
-        self._position = num_tokens - num_queries
-        factor = rule.factor(num_channels) * (1.0 if rule.soft_cap else _LOG2_E)
-        by_head = queries.reshape(num_queries, num_heads, group, num_channels).swapaxes(0, 1)
-        self._queries = by_head.astype(np.float32, order="C")
-        self._queries *= np.float32(factor)
-        self._best = np.full(self._queries.shape[:3], -np.inf, np.float32)
-        self._total = np.zeros_like(self._best)
-        self._merged = np.zeros_like(self._queries)
-        self.first_token = 0 if rule.window is None else max(0, self._position - rule.window + 1)
-        """The first token that any query sees."""
-
-    def attend(self, first: int, keys: Array, values: Array) -> None:
-        """Attend to consecutive tokens.
-
-        Args:
-            first: Position of the first of them.
-            keys: ``(token, head, channel)``.
-            values: The same.
-        """
-        num_heads, num_queries, _, _ = self._queries.shape
-        for head in range(num_heads):
-            k, v = (array[:, head].astype(np.float32, copy=False) for array in (keys, values))
-            for begin in range(0, num_queries, _BLOCK_QUERIES):
-                end = min(begin + _BLOCK_QUERIES, num_queries)
-                for start in range(0, len(keys), _TILE_TOKENS):
-                    tile = slice(start, start + _TILE_TOKENS)
-                    if self._is_seen(begin, end, first + start):
-                        self._attend_tile(head, begin, end, first + start, k[tile], v[tile])
-
-    def _is_seen(self, begin: int, end: int, start: int) -> bool:
-        """Whether one of some queries sees one of a tile's tokens."""
-        window = self._rule.window or 0
-        first = self._position + begin - window + 1 if window else 0
-        return first < start + _TILE_TOKENS and start < self._position + end
-
-    def _attend_tile(
-        self, head: int, begin: int, end: int, start: int, keys: Array, values: Array
-    ) -> None:
-        """Some queries of one head, and some tokens from ``start`` on, ``(token, channel)``."""
-        from pagedkv import attention_kernels
-
-        rows = slice(begin, end)
-        group, num_channels = self._queries.shape[2:]
-        scores = self._queries[head, rows].reshape(-1, num_channels) @ keys.T
-        best, total = (a[head, rows].reshape(-1) for a in (self._best, self._total))
-        merged = self._merged[head, rows].reshape(-1, num_channels)
-        fade = np.empty_like(best)
-        halves = np.linspace(0, end - begin, workers.count() + 1).astype(int).tolist()
-
-        def weigh(low: int, high: int) -> None:
-            part = slice(low * group, high * group)
-            attention_kernels.weigh_scores(
-                scores[part],
-                self._position + begin + low,
-                group,
-                start,
-                self._rule.window or 0,
-                np.float32(self._rule.soft_cap or 0),
-                best[part],
-                total[part],
-                fade[part],
-            )
-
-        workers.run_all([partial(weigh, *ends) for ends in pairwise(halves)])
-        merged *= fade[:, None]
-        merged += scores @ values
-
-    def result(self) -> Array:
-        """``(token, q_head, channel)`` in the type of the queries."""
-        out = (self._merged / self._total[..., None]).swapaxes(0, 1)
-        num_queries, num_heads, group, num_channels = out.shape
         return out.reshape(num_queries, num_heads * group, num_channels).astype(
             self._dtype, copy=False
         )

@@ -12,11 +12,13 @@ import numpy.typing as npt
 from pagedkv import layer_scan, page_attention, slices
 from pagedkv.arrays import as_int, check_kinds
 from pagedkv.attention import attend
+from pagedkv.attention_rule import AttentionRule, rule_of
 from pagedkv.errors import ClosedError, StoreError
 from pagedkv.format import PageEntry
 from pagedkv.group import LayerGroup
+from pagedkv.matrix_attention import MatrixAttention
 from pagedkv.page import Page
-from pagedkv.page_attention import AttentionRule, MatrixAttention, PageAttention, rule_of
+from pagedkv.page_attention import PageAttention
 from pagedkv.prefix import Tokens, as_tokens, chain_key
 from pagedkv.spec import PageKey
 

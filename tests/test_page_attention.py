@@ -13,10 +13,12 @@ from kv_samples import Array, bits, make_kv, make_spec
 
 import pagedkv as pk
 from pagedkv import attention_kernels as kernels
-from pagedkv import files, layer_scan, page_attention, records
+from pagedkv import files, layer_scan, matrix_attention, page_attention, records
+from pagedkv.attention_rule import AttentionRule
 from pagedkv.codec import Int8
 from pagedkv.layer_scan import _Wave
-from pagedkv.page_attention import AttentionRule, MatrixAttention, PageAttention, Places
+from pagedkv.matrix_attention import MatrixAttention
+from pagedkv.page_attention import PageAttention, Places
 
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-3}
 """Relative to the largest number that comes out."""
@@ -143,8 +145,8 @@ def test_many_queries_are_attended_by_matrix_products(
     kv = kv.astype(make_spec(dtype=dtype).np_dtype)
     rule = {"scale": scale, "window": window, "soft_cap": soft_cap}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_attention, "_BLOCK_QUERIES", 5 + page_tokens % 3)
-        patch.setattr(page_attention, "_TILE_TOKENS", 7 + page_tokens)
+        patch.setattr(matrix_attention, "_BLOCK_QUERIES", 5 + page_tokens % 3)
+        patch.setattr(matrix_attention, "_TILE_TOKENS", 7 + page_tokens)
         attention = MatrixAttention(q, heads, num_tokens, AttentionRule(**rule))
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from measure.plain_file import forget
 import pagedkv as pk
 from pagedkv.codec import get_codec
 from pagedkv.layer_scan import STAGED_NBYTES
+from pagedkv_adapters.demo.usage import device_read_nbytes
 
 Array = npt.NDArray[Any]
 
@@ -40,6 +41,7 @@ IN_FLIGHT = 4
 POOL_SHARE = 1 / 4
 MARGIN_NBYTES = 64 * 2**20
 TOLERANCE = 1e-4
+TARGET = Target(ratio=0.8)
 PEER = "plain pread of the same slices, same limit"
 PERCENT = Unit(name="% of slices", amount=100.0, is_rate=True)
 MEBIBYTES = Unit(name="MiB", amount=1.0, is_rate=False)
@@ -47,16 +49,15 @@ MEBIBYTES = Unit(name="MiB", amount=1.0, is_rate=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A context, and how it is stored."""
+    """A context of float32, and how it is stored."""
 
     num_tokens: int
-    dtype: str
     codec: str
-    memory_map: bool = False
+    memory_map: bool
 
     def __str__(self) -> str:
         how = f"{self.codec}, mapped" if self.memory_map else self.codec
-        return f"decode {self.num_tokens} {self.dtype} from disk ({how})"
+        return f"decode {self.num_tokens} float32 from disk ({how})"
 
 
 class Slices:
@@ -99,14 +100,28 @@ class Slices:
             os.close(fd)
 
 
-def beyond_memory(bench: Bench, case: Case) -> None:
+class Taken(NamedTuple):
+    """What the rounds of one side took."""
+
+    seconds: list[float]
+    device_nbytes: list[int]
+    """Bytes that came from a device meanwhile."""
+
+    def device_gb_s(self) -> float:
+        """Median rate of bytes from a device; 0 if there were none."""
+        rates = [n / s / 1e9 for s, n in zip(self.seconds, self.device_nbytes, strict=True)]
+        return statistics.median(rates)
+
+
+def beyond_memory(bench: Bench, codec: str, *, memory_map: bool = False) -> None:
     """Steps under a limit; equal to those with all pages in the pool."""
+    case = Case(num_tokens=bench.count(8192, 256), codec=codec, memory_map=memory_map)
     spec = pk.KVSpec(
         num_layers=bench.count(32, 2),
         num_kv_heads=HEADS,
         head_dim=CHANNELS,
         page_tokens=PAGE_TOKENS,
-        dtype=case.dtype,
+        dtype="float32",
         model="random numbers",
     )
     path = bench.folder / f"{case.codec}-{case.memory_map}.zarr"
@@ -132,39 +147,32 @@ def beyond_memory(bench: Bench, case: Case) -> None:
         before = sequence.stats()
         error = float(np.abs(_step(sequence, queries) - expected).max() / np.abs(expected).max())
         assert error <= TOLERANCE, f"{case}: differs from all in the pool by {error}"
-        runs: dict[str, Callable[[], object]] = {
-            "ours": lambda: _step(sequence, queries),
-            "peer": lambda: [slices.read(layer) for layer in range(spec.num_layers)],
-        }
-        taken: dict[str, list[tuple[float, int]]] = {name: [] for name in runs}
-        task = bench.progress.add_task(str(case), total=2 * bench.rounds)
-        for _ in range(bench.rounds):
-            for name, work in runs.items():
-                forget(slices.paths)
-                taken[name].append(_measured(work))
-                bench.progress.advance(task)
-        bench.progress.remove_task(task)
+        ours, peer = _rounds(
+            bench,
+            str(case),
+            slices.paths,
+            lambda: _step(sequence, queries),
+            lambda: [slices.read(layer) for layer in range(spec.num_layers)],
+        )
         after = sequence.stats()
         peak = group.peak_nbytes() if group else 0
     slices.close()
-    seconds = {name: statistics.median(s for s, _ in some) for name, some in taken.items()}
-    nbytes = (num_pages - num_slots) * spec.num_layers * chunk_nbytes
-    unit = gigabytes_a_second(nbytes)
-    ours, peer = (unit.value(seconds[name]) for name in runs)
-    bench.add(f"{case}, bytes of slices", unit, ours, peer, PEER + where, target=Target(ratio=0.8))
-    unit = gigabytes_a_second(10**9)
-    ours, peer = (
-        statistics.median(n / s for s, n in some) / 1e9 if any(n for _, n in some) else 0.0
-        for some in taken.values()
+    unit = gigabytes_a_second((num_pages - num_slots) * spec.num_layers * chunk_nbytes)
+    bench.add(
+        f"{case}, bytes of slices",
+        unit,
+        unit.value(statistics.median(ours.seconds)),
+        unit.value(statistics.median(peer.seconds)),
+        PEER + where,
+        target=TARGET,
     )
-    name = "the same" if peer else "not run: nothing came from a device"
     bench.add(
         f"{case}, bytes from the device",
-        unit,
-        ours,
-        peer or None,
-        name,
-        target=Target(ratio=0.8),
+        gigabytes_a_second(10**9),
+        ours.device_gb_s(),
+        peer.device_gb_s() or None,
+        "the same" if peer.device_gb_s() else "not run: nothing came from a device",
+        target=TARGET,
     )
     attended = after.num_slices_attended - before.num_slices_attended
     loaded = after.num_slices_loaded - before.num_slices_loaded
@@ -176,6 +184,28 @@ def beyond_memory(bench: Bench, case: Case) -> None:
     bench.add(
         f"{case}, most memory of the cgroup", MEBIBYTES, peak / 2**20, limit / 2**20, "its limit"
     )
+
+
+def _rounds(
+    bench: Bench,
+    name: str,
+    paths: list[Path],
+    ours: Callable[[], object],
+    peer: Callable[[], object],
+) -> tuple[Taken, Taken]:
+    """Let both sides run in turn, the page cache of these files dropped before each."""
+    sides = (ours, Taken([], [])), (peer, Taken([], []))
+    task = bench.progress.add_task(name, total=2 * bench.rounds)
+    for _ in range(bench.rounds):
+        for work, taken in sides:
+            forget(paths)
+            before, began = _device_nbytes(), time.perf_counter()
+            work()
+            taken.seconds.append(time.perf_counter() - began)
+            taken.device_nbytes.append(_device_nbytes() - before)
+            bench.progress.advance(task)
+    bench.progress.remove_task(task)
+    return sides[0][1], sides[1][1]
 
 
 class _Sequence:
@@ -222,16 +252,9 @@ def _step(sequence: _Sequence, queries: Array) -> Array:
     return np.stack([sequence.attend(layer, q) for layer, q in enumerate(queries)])
 
 
-def _measured(work: Callable[[], object]) -> tuple[float, int]:
-    """Seconds, and bytes that came from a device meanwhile."""
-    before, began = _device_nbytes(), time.perf_counter()
-    work()
-    return time.perf_counter() - began, _device_nbytes() - before
-
-
 def _device_nbytes() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    """Bytes that came from devices for this process so far; 0 where nobody counts them."""
+    return device_read_nbytes() or 0
 
 
 def _return_memory() -> None:
@@ -243,21 +266,17 @@ def _return_memory() -> None:
 
 def raw(bench: Bench) -> None:
     """Numbers as they are: 2 GiB of float32."""
-    case = Case(num_tokens=bench.count(8192, 256), dtype="float32", codec="raw")
-    beyond_memory(bench, case)
+    beyond_memory(bench, "raw")
 
 
 def int8(bench: Bench) -> None:
     """INT8 records of as many numbers, read into staging buffers."""
-    case = Case(num_tokens=bench.count(8192, 256), dtype="float32", codec="int8")
-    beyond_memory(bench, case)
+    beyond_memory(bench, "int8")
 
 
 def mapped(bench: Bench) -> None:
     """The same, memory-mapped."""
-    num_tokens = bench.count(8192, 256)
-    case = Case(num_tokens=num_tokens, dtype="float32", codec="int8", memory_map=True)
-    beyond_memory(bench, case)
+    beyond_memory(bench, "int8", memory_map=True)
 
 
 if __name__ == "__main__":

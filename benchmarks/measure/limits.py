@@ -46,7 +46,10 @@ def memory_limit(nbytes: int) -> Iterator[MemoryGroup | None]:
 
 def _make(nbytes: int) -> tuple[Path, Path, MemoryGroup] | None:
     """Make a group and move this process into it: its folder, and that of the group before."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
     hierarchies = dict(line.split(":", 2)[1:] for line in lines)
     name = f"pagedkv-{uuid.uuid4().hex[:8]}"
     tries = [

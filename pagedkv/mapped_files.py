@@ -1,6 +1,7 @@
 """``MappedFiles``: segment files that stay mapped into memory."""
 
 import mmap
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -24,10 +25,12 @@ class MappedFile:
     """
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_RANDOM"):  # else the system reads far more than is looked at
-            self._map.madvise(mmap.MADV_RANDOM)
-        self.data: Bytes = np.frombuffer(self._map, np.uint8)
+        self.data: Bytes = np.empty(0, np.uint8)
+        if os.fstat(fd).st_size:  # an empty file cannot be mapped
+            memory = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+            if hasattr(mmap, "MADV_RANDOM"):  # else the system reads far more than is looked at
+                memory.madvise(mmap.MADV_RANDOM)
+            self.data = np.frombuffer(memory, np.uint8)
         self.address: int = self.data.__array_interface__["data"][0]
 
 

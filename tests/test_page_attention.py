@@ -424,6 +424,24 @@ def test_a_damaged_page_in_a_memory_map_is_an_error(tmp_path: Path) -> None:
         assert cache.stats().num_pinned_slots == 0
 
 
+@pytest.mark.parametrize("nbytes", [0, 5000])
+def test_a_segment_that_was_cut_off_is_an_error_in_a_memory_map_too(
+    tmp_path: Path, nbytes: int
+) -> None:
+    spec = spec_of_tiers()
+    path, tokens = tmp_path / "cache.zarr", np.arange(800)
+    with pk.PagedKVCache(spec, 60, pk.PageStore.open(path, spec)) as cache:
+        with cache.open_sequence() as sequence:
+            sequence.append(*make_kv(spec, 800), tokens)
+        cache.flush()
+    with pk.PagedKVCache(spec, 8, pk.PageStore.open(path, spec, memory_map=True)) as cache:
+        sequence = cache.open_sequence(tokens)
+        (segment,) = path.rglob("kv/c.*")
+        os.truncate(segment, nbytes)
+        with pytest.raises(pk.CorruptPageError):
+            sequence.attend(0, np.ones((1, 2, 16), np.float32))
+
+
 def test_a_memory_map_is_refused_where_it_makes_no_sense(tmp_path: Path) -> None:
     spec = spec_of_tiers()
     with pytest.raises(ValueError, match="choose one"):

@@ -222,6 +222,12 @@ def test_what_fails_in_the_new_process_is_said_by_its_name(tmp_path: Path) -> No
         new_process.ask(DECODE, {"job": "nap"}, "decodes", lambda message: None)
 
 
+def test_a_process_that_does_not_wait_for_its_question_says_why() -> None:
+    question = ["a" * 2**20]  # more than a pipe holds
+    with pytest.raises(pk.PagedKVError, match="the process that naps failed: .*No module named"):
+        new_process.ask("pagedkv_adapters.demo.nap", question, "naps", lambda message: None)
+
+
 def test_a_store_that_is_not_full_is_not_decoded_from(tmp_path: Path, no_fsync: None) -> None:
     question = {"store_path": str(tmp_path / "cache.zarr"), "num_tokens": 32}
     fill(question, lambda message: None)

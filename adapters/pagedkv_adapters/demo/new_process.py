@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pagedkv as pk
@@ -40,8 +41,9 @@ def ask(module: str, question: object, what: str, on_message: Tell) -> Any:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(json.dumps(question))
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # it has ended, and says why
+                process.stdin.write(json.dumps(question))
+                process.stdin.close()
             for line in process.stdout:
                 kind, value = json.loads(line)
                 take[kind](value)

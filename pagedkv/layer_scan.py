@@ -6,7 +6,7 @@ stored. In a store that is mapped into memory they are attended where they lie.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
@@ -50,6 +50,7 @@ class Staging:
             self._num_waves += 1
 
     def _buffer(self, wave: int) -> Bytes:
+        """The buffer of the wave of this number, made when it is first needed."""
         number = wave % _NUM_BUFFERS
         if number not in self._buffers:
             self._buffers[number] = aligned(STAGED_NBYTES // _NUM_BUFFERS)
@@ -141,12 +142,14 @@ class Whereabouts:
     """Where a sequence's pages are: the same for every layer of a step, unless a page moves.
 
     Attributes:
-        slots: Slot of each page from the first wanted one on, if all are in the pool; else empty.
+        is_resident: Whether all pages from the first wanted one on are in the pool.
+        slots: Slot of each of them, if so.
         starts: Where each slot begins in memory.
         spans: The pages, cut into what is staged together.
     """
 
     def __init__(self) -> None:
+        self.is_resident = False
         self.slots: Numbers = np.zeros(0, np.int64)
         self.starts: Numbers = self.slots
         self.spans: list[_Span] = []
@@ -160,10 +163,10 @@ class Whereabouts:
         if self._of == now and not places.num_moving:
             return
         slots = [page.slot for page in pages[first:]]
-        is_resident = None not in slots
-        self.slots = np.array(slots if is_resident else [], np.int64)
+        self.is_resident = None not in slots
+        self.slots = np.array(slots if self.is_resident else [], np.int64)
         self.starts = slot_starts(places.pool, self.slots)
-        cuts = [] if is_resident else _cuts(moves, pages, first, chunk_pages)
+        cuts = [] if self.is_resident else _cuts(moves, pages, first, chunk_pages)
         self.spans = [_Span(moves, begin, pages[begin:end]) for begin, end in pairwise(cuts)]
         self._of = now
 
@@ -206,7 +209,7 @@ def attend(
     with places.lock:
         known.find(moves, pages, first, attention.chunk_pages)
         slots, spans = known.slots, known.spans
-        if len(slots):
+        if known.is_resident:
             staging.take_ahead(layer, [])
             places.counters.num_slices_attended += len(slots)
             with places.using(slots):
@@ -216,9 +219,7 @@ def attend(
     todo = deque(_Wave(moves, span, layer) for span in spans[len(reading) :])
     after = (layer + 1) % places.spec.held_layers
     if staging.was_cut_so(after, spans):
-        for span in spans[: _NUM_BUFFERS - 1]:
-            if span.first + len(span.pages) <= attention.num_full_pages:
-                todo.append(_Wave(moves, span, after))
+        todo.extend(_waves_ahead(moves, spans, after, attention.num_full_pages))
     try:
         staging.start_some(todo, reading)
         for _ in spans:
@@ -228,6 +229,15 @@ def attend(
             wave.attend(attention)
     finally:
         staging.keep_ahead(reading)
+
+
+def _waves_ahead(
+    moves: Mover, spans: Sequence[_Span], layer: int, num_full_pages: int
+) -> Iterator["_Wave"]:
+    """The first waves of the next layer, as far as nothing will be written into their pages."""
+    for span in spans[: _NUM_BUFFERS - 1]:
+        if span.first + len(span.pages) <= num_full_pages:
+            yield _Wave(moves, span, layer)
 
 
 class _Wave:
@@ -284,6 +294,7 @@ class _Wave:
             self._stage_rest()  # they have left the pool meanwhile
 
     def _stage_rest(self) -> None:
+        """Stage what is neither in the pool nor staged."""
         moves, spec = self._moves, self._moves.places.spec
         with moves.places.lock:
             self._span = span = self._span.now(moves)
@@ -298,6 +309,7 @@ class _Wave:
             self._set_numbers(rest, _starts(room))
 
     def _stage_payloads(self, numbers: Numbers, rows: PackedRows) -> None:
+        """Stage pages, or view them, as the store holds them in these rows."""
         moves = self._moves
         pages = [self._span.pages[number] for number in numbers.tolist()]
         if moves.maps_store:

@@ -76,8 +76,9 @@ class Mover:
     def record_layout(self) -> Int8Layout | None:
         """What one layer of a page looks like in the store, if it is attended as it is."""
         codec = None if self.store is None else self.store.codec
-        is_fit = isinstance(codec, Int8) and self._spec.num_kinds == 2 and compiled() is not None
-        return codec.layout(self._spec) if is_fit and isinstance(codec, Int8) else None
+        if not isinstance(codec, Int8) or self._spec.num_kinds != 2 or compiled() is None:
+            return None
+        return codec.layout(self._spec)
 
     # -- what is where -----------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class Mover:
             rows = [_row(page.row) for page, _ in stored]
             damaged = self._read_rows(rows, [to for _, to in stored], deadline)
             stored = [stored[number] for number in damaged]
-            lost |= self._look_again([page for page, _ in stored])
+            lost |= self._find_anew([page for page, _ in stored])
             stored = [(page, to) for page, to in stored if page.row is not None]
         self._counters.num_pages_loaded += len(pages)
         self._counters.bytes_read += len(pages) * self._spec.page_nbytes
@@ -464,7 +465,7 @@ class Mover:
         assert self.store is not None
         return self.find_row(key) or self.store.find_leaving(key, self.number)
 
-    def _look_again(self, pages: Iterable[Page]) -> set[PageKey]:
+    def _find_anew(self, pages: Iterable[Page]) -> set[PageKey]:
         """Find another row of pages whose row could not be read; the keys that have none."""
         lost = set()
         for page in pages:
@@ -499,7 +500,7 @@ class Mover:
     def _find_moved(self, pages: Sequence[Page], error: CorruptPageError) -> None:
         """Find where pages are now that could not be read; raises the error if one is nowhere."""
         with self.places.lock:
-            if not pages or self._look_again(pages):
+            if not pages or self._find_anew(pages):
                 raise error
 
     def _count_loaded(self, num_slices: int, began: float) -> None:

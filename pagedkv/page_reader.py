@@ -213,8 +213,9 @@ class PageReader:
         maps = []
         payload_nbytes = 0
         for one in wanted:
-            payload_nbytes = one.form.chunk_nbytes - 4
-            layer = one.layer or 0
+            payload_nbytes = one.form.geometry.payload_nbytes
+            layer = one.layer
+            assert layer is not None
             starts = one.rows * one.form.page_nbytes + layer * one.form.chunk_nbytes
             with files.translated(one.segment.path, "map"):
                 try:

@@ -71,6 +71,7 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
     places = moves.places
     with places.lock:
         places.wait_readable(pages)
+        places.counters.num_slices_attended += len(pages)
         slots = [page.slot for page in pages]
         first = slots[0]
         run = range(first, first + len(slots)) if first is not None else range(0)

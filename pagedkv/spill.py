@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -23,12 +23,12 @@ from pagedkv.disk_threads import DiskThreads, Job
 from pagedkv.errors import ClosedError, CorruptPageError
 from pagedkv.file_ranges import read_ranges
 from pagedkv.files import Bytes
+from pagedkv.memory import Numbers
 from pagedkv.records import Crcs, compiled_reads
 from pagedkv.spec import KVSpec
 
 Array = npt.NDArray[Any]
 
-Numbers = npt.NDArray[np.int64]
 _UNWRITTEN = -1
 _NUM_THREADS = 4
 """Requests to the disk that are in flight at once …"""
@@ -36,6 +36,23 @@ _JOB_NBYTES = 2**20
 """… and about how much each of them reads."""
 _MAX_TRIES = 4
 """After so many reads that the page cache could not serve, the next one hardly can."""
+
+
+class _Blocks(NamedTuple):
+    """Layers that are wanted."""
+
+    offsets: Numbers
+    """Where each begins in the file."""
+    at: Numbers
+    """Rows that they go to."""
+    crcs: Crcs
+    numbers: Numbers
+    """Which flag says whether one is good."""
+
+    def part(self, chosen: Numbers) -> "_Blocks":
+        """Those of them."""
+        offsets, at, crcs, numbers = self
+        return _Blocks(offsets[chosen], at[chosen], crcs[chosen], numbers[chosen])
 
 
 class SpillFile:
@@ -200,16 +217,22 @@ class SpillFile:
                 wanted.append(number)
         if not wanted:
             return
-        crcs = np.array([self._crcs[records[n]][layer] for n in wanted], np.int64)
-        offsets = np.array([self._offset(records[n], layer) for n in wanted], np.int64)
-        blocks = _as_blocks(out)
-        if blocks is None:
-            found = np.empty((len(wanted), self._layer_nbytes), np.uint8)
-            good = self._read(offsets, found, np.arange(len(wanted)), crcs.astype(np.uint32))
-            numbers = found.view(self.spec.np_dtype).reshape(-1, *self.spec.layer_shape)
+        crcs = [self._crcs[records[number]][layer] for number in wanted]
+        offsets = [self._offset(records[number], layer) for number in wanted]
+        blocks = _Blocks(
+            np.array(offsets, np.int64),
+            places[wanted],
+            np.array(crcs, np.int64).astype(np.uint32),
+            np.arange(len(wanted)),
+        )
+        rows = _as_rows(out)
+        if rows is None:
+            rows = np.empty((len(wanted), self._layer_nbytes), np.uint8)
+            good = self._read(blocks._replace(at=blocks.numbers), rows)
+            numbers = rows.view(self.spec.np_dtype).reshape(-1, *self.spec.layer_shape)
             out[places[wanted]] = numbers
         else:
-            good = self._read(offsets, blocks, places[wanted], crcs.astype(np.uint32))
+            good = self._read(blocks, rows)
         if not good.all():
             raise CorruptPageError(
                 f"layer {layer} of a page of a live sequence came back damaged from {self._where}"
@@ -220,50 +243,38 @@ class SpillFile:
         for layer in range(self.spec.held_layers):
             self.read_layer(record, layer, out[layer])
 
-    def _read(self, offsets: Numbers, out: Array, at: Numbers, crcs: Crcs) -> npt.NDArray[np.bool_]:
-        """Read blocks of a layer into rows ``at`` of ``out``, uint8; which of them are good."""
-        good, was_read = np.ones(len(offsets), np.bool_), np.zeros(len(offsets), np.bool_)
+    def _read(self, blocks: "_Blocks", out: Array) -> npt.NDArray[np.bool_]:
+        """Read blocks into rows of ``out``, uint8; which of them are good."""
+        good, was_read = np.zeros((2, len(blocks.numbers)), np.bool_)
         with self._open_file() as fd, files.translated(self._where):
             kernels, function = compiled_reads(), files.preadv2_address()
             if kernels is not None and function:
-                targets = out.__array_interface__["data"][0] + at * out.strides[0]
                 kernels.read_blocks(
                     function,
                     files.NOW_FLAGS,
                     fd,
-                    offsets,
+                    blocks.offsets,
                     self._layer_nbytes,
-                    targets,
+                    out.__array_interface__["data"][0] + blocks.at * out.strides[0],
                     _MAX_TRIES,
-                    crcs,
+                    blocks.crcs,
                     good,
                     was_read,
                 )
-            rest = np.flatnonzero(~was_read)
-            if len(rest):
-                self._read_cold(fd, offsets[rest], out, at[rest], crcs[rest], good, rest)
+            if not was_read.all():
+                self._read_cold(fd, blocks.part(np.flatnonzero(~was_read)), out, good)
         return good
 
     def _read_cold(
-        self,
-        fd: int,
-        offsets: Numbers,
-        out: Array,
-        at: Numbers,
-        crcs: Crcs,
-        good: npt.NDArray[np.bool_],
-        numbers: Numbers,
+        self, fd: int, blocks: "_Blocks", out: Array, good: npt.NDArray[np.bool_]
     ) -> None:
-        """The same by disk threads, which wait for the disk; flags go to ``good[numbers]``."""
-        order = np.argsort(offsets, kind="stable")
-        size = self._layer_nbytes
-        most = max(1, min(_JOB_NBYTES // size, -(-len(order) // _NUM_THREADS)))
-        jobs = []
-        for begin in range(0, len(order), most):
-            part = order[begin : begin + most]
-            jobs.append(
-                self._job(fd, offsets[part], out, at[part], crcs[part], good, numbers[part])
-            )
+        """The same by disk threads, which wait for the disk."""
+        order = np.argsort(blocks.offsets, kind="stable")
+        most = max(1, min(_JOB_NBYTES // self._layer_nbytes, -(-len(order) // _NUM_THREADS)))
+        jobs = [
+            self._job(fd, blocks.part(order[begin : begin + most]), out, good)
+            for begin in range(0, len(order), most)
+        ]
         expires = None if self._deadline is None else time.monotonic() + self._deadline
         try:
             self._threads.start(jobs)
@@ -272,35 +283,27 @@ class SpillFile:
             self._threads.call_off(jobs)
             raise
 
-    def _job(
-        self,
-        fd: int,
-        offsets: Numbers,
-        out: Array,
-        at: Numbers,
-        crcs: Crcs,
-        good: npt.NDArray[np.bool_],
-        numbers: Numbers,
-    ) -> Job:
-        size = self._layer_nbytes
-        targets = np.arange(len(offsets), dtype=np.int64) * size
-        num_read = np.zeros(len(offsets), np.int64)
+    def _job(self, fd: int, blocks: "_Blocks", out: Array, good: npt.NDArray[np.bool_]) -> Job:
+        """A job for a disk thread that reads some blocks, verifies them and copies them."""
+        size, count = self._layer_nbytes, len(blocks.numbers)
+        targets = np.arange(count, dtype=np.int64) * size
+        num_read = np.zeros(count, np.int64)
 
         def fetch(memory: Bytes) -> int:
             with files.translated(self._where):
-                lengths = np.full(len(offsets), size, np.int64)
-                read_ranges(fd, offsets, lengths, memory, targets, num_read)
+                lengths = np.full(count, size, np.int64)
+                read_ranges(fd, blocks.offsets, lengths, memory, targets, num_read)
             return int(num_read.sum())
 
         def use(memory: Bytes, _: int) -> None:
             for number, target in enumerate(targets.tolist()):
                 data = memory[target : target + int(num_read[number])]
-                is_good = len(data) == size and google_crc32c.value(data) == crcs[number]
-                good[numbers[number]] = is_good
+                is_good = len(data) == size and google_crc32c.value(data) == blocks.crcs[number]
+                good[blocks.numbers[number]] = is_good
                 if is_good:
-                    out[at[number]] = data
+                    out[blocks.at[number]] = data
 
-        return Job(fetch, use, len(offsets) * size, self._where)
+        return Job(fetch, use, count * size, self._where)
 
     def close(self) -> None:
         """Wait for reads and writes in progress, then drop the file and all that is in it."""
@@ -329,7 +332,7 @@ class SpillFile:
         return (record * self.spec.held_layers + layer) * self._layer_nbytes
 
 
-def _as_blocks(out: Array) -> Array | None:
+def _as_rows(out: Array) -> Array | None:
     """``(page, byte)`` of contiguous layers ``(page, kind, token, head, channel)``, if they are."""
     if not len(out) or not out[0].flags.c_contiguous:
         return None

@@ -21,10 +21,10 @@ class CacheStats:
         num_pages_spilled: Pages of live sequences written, whole, to the spill file.
         num_pages_stored: Pages written to the store.
         num_pages_loaded: Whole pages read from disk, into the pool or a caller's array.
-        num_slices_attended: Single layers of pages that ``Sequence.attend`` saw, in any tier, with
-            up to 16 queries at once; with more it gathers, which is not counted here.
-        num_slices_loaded: Single layers of pages read from disk, by ``attend`` and ``gather``, or
-            seen there in a memory map.
+        num_slices_attended: Single layers of pages that ``Sequence.attend`` and ``gather`` saw, in
+            any tier.
+        num_slices_loaded: Those of them that were read from disk, or seen there in a memory map.
+            What is read ahead is counted before it is attended.
         num_slices_spilled: Single layers of pages written to the spill file.
         bytes_written: Page bytes handed to store and spill file, uncompressed.
         bytes_read: Page bytes read back, uncompressed.

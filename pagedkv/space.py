@@ -402,5 +402,6 @@ class Space:
         return StoreFullError(
             f"the store {self._root} has {format_nbytes(used)} ({used}) of its max_nbytes"
             f" {format_nbytes(self.max_nbytes)} ({self.max_nbytes}) in use: no room for"
-            f" {format_nbytes(nbytes)} ({nbytes}) more"
+            f" {format_nbytes(nbytes)} ({nbytes}) more: raise max_nbytes (what live sequences hold"
+            " beyond the pool takes room too), or close sequences"
         )

@@ -131,9 +131,9 @@ def _check_arguments(pool: str, codec: str, max_new_tokens: int) -> None:
 
 def _check_installed() -> None:
     try:
-        import filelock  # noqa: F401  # all that the demo imports later
-        import torch  # noqa: F401
+        import torch  # noqa: F401, I001  # all that the demo imports later, the weightiest first
         import transformers  # noqa: F401
+        import filelock  # noqa: F401
     except ImportError as error:
         raise pk.PagedKVError(
             f"the demo needs {error.name}: in a clone, pip install '.[transformers]' "

@@ -17,7 +17,7 @@ from pagedkv_adapters.demo.model import load
 from pagedkv_adapters.demo.new_process import Tell, answer
 from pagedkv_adapters.demo.pool_size import pool_slots
 from pagedkv_adapters.demo.prompt import encode_long
-from pagedkv_adapters.demo.run import TokenClock, generate, warm_up
+from pagedkv_adapters.demo.run import TokenClock, generate, warm_up, warm_up_pages
 from pagedkv_adapters.demo.usage import peak_nbytes, resident_nbytes
 from pagedkv_adapters.transformers import PagedCache, spec_for
 
@@ -25,7 +25,6 @@ PREFILL_CHUNK_TOKENS = 2048
 """So many tokens of the prompt go through the model at once, so that what it computes stays small.
 ``DynamicCache`` copies all KV for each such part, and would take more memory with it."""
 _MIN_PROMPT_TOKENS = 128
-_NUM_WARM_UP_TOKENS = 96
 
 
 def generate_long(question: dict[str, Any], tell: Tell) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def _run_paged(
     check_room(
         path.parent, num_tokens * spec.page_nbytes // spec.page_tokens, f"KV of {num_tokens} tokens"
     )
-    _warm_up_pages(model, spec, ids, path.with_name("warm-up.zarr"))
+    warm_up_pages(model, spec, ids)
     resident = resident_nbytes()
     _tell_prefill(model, ids.shape[1], tell)
     at_first_token: list[pk.CacheStats] = []
@@ -136,16 +135,6 @@ def _run_paged(
         num_slices_attended=after.num_slices_attended - before.num_slices_attended,
         num_slices_loaded=after.num_slices_loaded - before.num_slices_loaded,
     )
-
-
-def _warm_up_pages(model: Any, spec: pk.KVSpec, ids: torch.Tensor, path: Path) -> None:
-    """Start what a first generation starts: it writes pages, reads them back, attends to them."""
-    some = ids[:, :_NUM_WARM_UP_TOKENS]
-    with (
-        pk.PagedKVCache(spec, 2, pk.PageStore.open(path, spec)) as kv,
-        PagedCache.from_prompt(model, some, kv) as cache,
-    ):
-        generate(model, some, cache, 3, TokenClock(lambda token: None), _NUM_WARM_UP_TOKENS // 2)
 
 
 def _tell_prefill(model: Any, num_tokens: int, tell: Tell) -> None:

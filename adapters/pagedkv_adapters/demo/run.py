@@ -1,5 +1,6 @@
 """One generation, measured: with the cache of transformers, with PagedKV, or in a new process."""
 
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,6 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 import pagedkv as pk
 from pagedkv_adapters.demo.new_process import ask
 from pagedkv_adapters.transformers import PagedCache
+
+_NUM_WARM_UP_TOKENS = 64
 
 OnToken = Callable[[int], None]
 """Is told of each generated token."""
@@ -82,7 +85,7 @@ def run_paged(
     on_token: OnToken,
 ) -> Run:
     """Generate with PagedKV, and leave the KV of prompt and answer in the store."""
-    warm_up(model, ids)
+    warm_up_pages(model, spec, ids, setup.codec)
     clock = TokenClock(on_token)
     store = pk.PageStore.open(setup.store_path, spec, codec=setup.codec)
     with pk.PagedKVCache(spec, num_slots=setup.num_slots, store=store) as kv:
@@ -191,3 +194,18 @@ def warm_up(model: Any, ids: torch.Tensor) -> None:
     """Start what a first forward pass starts, so that all runs are timed alike."""
     with torch.inference_mode():
         model(ids[:, :16])
+
+
+def warm_up_pages(model: Any, spec: pk.KVSpec, ids: torch.Tensor, codec: str = "raw") -> None:
+    """The same with pages, which are written, read back and found again: kernels are compiled."""
+    some = ids[:, :_NUM_WARM_UP_TOKENS]
+    with tempfile.TemporaryDirectory(prefix="pagedkv-warm-up-") as folder:
+        for _ in range(2):
+            store = pk.PageStore.open(Path(folder) / "cache.zarr", spec, codec=codec)
+            with (
+                pk.PagedKVCache(spec, 2, store) as kv,
+                PagedCache.from_prompt(model, some, kv) as cache,
+            ):
+                clock = TokenClock(lambda token: None)
+                tokens = generate(model, some, cache, 3, clock, _NUM_WARM_UP_TOKENS // 2)
+                cache.commit(torch.tensor(tokens))

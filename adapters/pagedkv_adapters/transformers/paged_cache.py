@@ -217,7 +217,8 @@ class PagedCache(Cache):
         if position_ids is not None and not (position_ids.cpu().numpy() == expected).all():
             raise ValueError(
                 f"position_ids are not {past}..{past + len(new) - 1}, which follow on the "
-                f"{past} tokens that the cache holds: PagedCache takes unpadded prompts only"
+                f"{past} tokens that the cache holds: PagedCache takes unpadded prompts, and "
+                "another prompt takes another PagedCache"
             )
         require_equal(self._prompt[past:], new, "input_ids", "from_prompt was given", at=past)
         self._seen = np.concatenate([with_unknown(self._seen, past), new])

@@ -6,7 +6,7 @@ stored. In a store that is mapped into memory they are attended where they lie.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
@@ -37,24 +37,24 @@ class Staging:
     """A sequence's staging buffers, and what has been begun to be read of the next layer."""
 
     def __init__(self) -> None:
-        self._buffers: dict[int, Bytes] = {}
-        self._num_waves = 0
+        self._free: list[Bytes] = []
         self._ahead: deque[_Reading] = deque()
         self._cuts: dict[int, list[int]] = {}
 
     def start_some(self, todo: "deque[_Wave]", reading: "deque[_Reading]") -> None:
         """Begin to read the next waves, as many as there are buffers that nobody attends to."""
         while todo and len(reading) < _NUM_BUFFERS - 1:
-            future = workers.start_reading(todo[0].stage, partial(self._buffer, self._num_waves))
-            reading.append(_Reading(todo.popleft(), future))
-            self._num_waves += 1
+            buffer = self._free.pop() if self._free else aligned(STAGED_NBYTES // _NUM_BUFFERS)
+            wave, future = todo.popleft(), Future[None]()
+            workers.start_reading(future, partial(wave.stage, buffer))
+            reading.append(_Reading(wave, future, buffer))
 
-    def _buffer(self, wave: int) -> Bytes:
-        """The buffer of the wave of this number, made when it is first needed."""
-        number = wave % _NUM_BUFFERS
-        if number not in self._buffers:
-            self._buffers[number] = aligned(STAGED_NBYTES // _NUM_BUFFERS)
-        return self._buffers[number]
+    def give_back(self, buffer: Bytes) -> None:
+        """Take a buffer back that nobody uses any more.
+
+        One that is not given back, since something went wrong, may still be written into.
+        """
+        self._free.append(buffer)
 
     def keep_ahead(self, reading: "deque[_Reading]") -> None:
         """Keep what has been begun to be read of the next layer until that is attended."""
@@ -71,6 +71,11 @@ class Staging:
         self.forget_ahead()
         return taken
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something is kept of what was read ahead."""
+        return bool(self._ahead)
+
     def was_cut_so(self, layer: int, spans: "Sequence[_Span]") -> bool:
         """Whether a layer was attended in these spans when it was attended the last time."""
         return self._cuts.get(layer) == [span.first for span in spans]
@@ -83,12 +88,13 @@ class Staging:
     def forget_ahead(self) -> None:
         """Forget what was read ahead: pages of it may be about to change."""
         while self._ahead:
-            self._ahead.popleft().future.exception()  # then nobody writes into the buffer any more
+            self._ahead[0].future.exception()  # then nobody writes into the buffer any more
+            self.give_back(self._ahead.popleft().buffer)
 
     def clear(self) -> None:
         """Give the memory back."""
         self.forget_ahead()
-        self._buffers.clear()
+        self._free.clear()
 
 
 class _Reading(NamedTuple):
@@ -96,6 +102,7 @@ class _Reading(NamedTuple):
 
     wave: "_Wave"
     future: "Future[None]"
+    buffer: Bytes
 
 
 class _Span:
@@ -162,6 +169,7 @@ class Whereabouts:
         now = (places.version, first, pages)
         if self._of == now and not places.num_moving:
             return
+        self._of = None  # whoever interrupts this leaves nothing that looks complete
         slots = [page.slot for page in pages[first:]]
         self.is_resident = None not in slots
         self.slots = np.array(slots if self.is_resident else [], np.int64)
@@ -175,7 +183,8 @@ def _cuts(moves: Mover, pages: Sequence[Page], first: int, chunk_pages: int) -> 
     """Numbers of the pages between which the scan is cut: what is between fits into a buffer."""
     cuts, nbytes = [first], 0
     for start in range(first, len(pages), chunk_pages):
-        more = sum(map(moves.staged_nbytes, pages[start : start + chunk_pages]))
+        sizes = map(moves.staged_nbytes, pages[start : start + chunk_pages])
+        more = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
         if nbytes and nbytes + more > STAGED_NBYTES // _NUM_BUFFERS:
             cuts.append(start)
             nbytes = 0
@@ -206,15 +215,18 @@ def attend(
         StoreError: The disk failed.
     """
     places, first = moves.places, attention.first_page
-    with places.lock:
-        known.find(moves, pages, first, attention.chunk_pages)
-        slots, spans = known.slots, known.spans
-        if known.is_resident:
-            staging.take_ahead(layer, [])
-            places.counters.num_slices_attended += len(slots)
-            with places.using(slots):
-                attention.attend(first, Places(*of_layer(places.pool, layer, known.starts)))
-            return
+    while True:
+        with places.lock.mutex:
+            known.find(moves, pages, first, attention.chunk_pages)
+            if not known.is_resident:
+                spans = known.spans
+                break
+            if not staging.is_ahead:
+                places.counters.num_slices_attended += len(known.slots)
+                with places.using(known.slots):
+                    attention.attend(first, Places(*of_layer(places.pool, layer, known.starts)))
+                return
+        staging.forget_ahead()  # it needs the lock to be done
     reading = staging.take_ahead(layer, spans)
     todo = deque(_Wave(moves, span, layer) for span in spans[len(reading) :])
     after = (layer + 1) % places.spec.held_layers
@@ -223,12 +235,23 @@ def attend(
     try:
         staging.start_some(todo, reading)
         for _ in spans:
-            wave, future = reading.popleft()
-            future.result()
+            wave, _, buffer = _next_of(reading)
             staging.start_some(todo, reading)
             wave.attend(attention)
+            staging.give_back(buffer)
     finally:
         staging.keep_ahead(reading)
+
+
+def _next_of(reading: deque[_Reading]) -> _Reading:
+    """Wait for the first wave, and take it out; if the wait is interrupted, it stays."""
+    first = reading[0]
+    try:
+        first.future.result()
+    finally:
+        if first.future.done():
+            reading.popleft()
+    return first
 
 
 def _waves_ahead(
@@ -255,8 +278,7 @@ class _Wave:
         self._layer = layer
         self._is_staged = np.zeros(len(span.pages), np.bool_)
         self._keys, self._values, self._records = np.zeros((3, len(span.pages)), np.int64)
-        self._buffer: Callable[[], Bytes] | None = None
-        self._free: Bytes | None = None  # what is left of it
+        self._free = aligned(0)  # what is left of the buffer
         self._kept: list[object] = []  # what staged pages lie in
 
     def is_of(self, layer: int, span: _Span) -> bool:
@@ -269,16 +291,16 @@ class _Wave:
         """Whether it is of this layer, and has this page or one behind it."""
         return self._layer == layer and self._span.first + len(self._span.pages) > page
 
-    def stage(self, buffer: Callable[[], Bytes]) -> None:
-        """Bring what is not in the pool within reach; ``buffer`` gives the one that is free."""
-        self._buffer = buffer
+    def stage(self, buffer: Bytes) -> None:
+        """Bring what is not in the pool within reach; the buffer is free."""
+        self._free = buffer
         self._stage_rest()
 
     def attend(self, attention: PageAttention) -> None:
         """Attend to all of the pages."""
         places = self._moves.places
         while True:
-            with places.lock:
+            with places.lock.mutex:
                 self._span = span = self._span.now(self._moves)
                 in_pool = ~self._is_staged
                 slots = span.slots[in_pool]
@@ -289,14 +311,15 @@ class _Wave:
                     keys[in_pool], values[in_pool] = of_layer(places.pool, self._layer, starts)
                     records = self._records if self._records.any() else None
                     with places.using(slots):
-                        attention.attend(span.first, Places(keys, values, records))
+                        kept = tuple(self._kept)
+                        attention.attend(span.first, Places(keys, values, records, kept))
                     return
             self._stage_rest()  # they have left the pool meanwhile
 
     def _stage_rest(self) -> None:
         """Stage what is neither in the pool nor staged."""
         moves, spec = self._moves, self._moves.places.spec
-        with moves.places.lock:
+        with moves.places.lock.mutex:
             self._span = span = self._span.now(moves)
         is_new = ~self._is_staged[span.stored]
         if is_new.any():
@@ -335,9 +358,7 @@ class _Wave:
     def _room(self, count: int, nbytes: int) -> Bytes:
         """Memory ``(count, nbytes)``, out of the buffer if there is enough left."""
         stride = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._free is None and self._buffer is not None:
-            self._free = self._buffer()
-        if self._free is None or len(self._free) < count * stride:
+        if len(self._free) < count * stride:
             self._free = aligned(count * stride)
         room = self._free[: count * stride].reshape(count, stride)
         self._free = self._free[count * stride :]

@@ -45,16 +45,23 @@ class _Unlocked:
 
     def __enter__(self) -> None:
         self._lock.num_releases += 1
-        self._lock.mutex.release()
+        try:
+            self._lock.mutex.release()
+        except BaseException:  # Ctrl-C in the midst of it: the block is not entered
+            self._take()
+            raise
 
     def __exit__(self, *exception: object) -> None:
         try:
             self._lock.mutex.acquire()
-        except BaseException:  # Ctrl-C in the midst of it: the code around the block needs the lock
-            while not self._is_mine():
-                with suppress(BaseException):
-                    self._lock.mutex.acquire()
+        except BaseException:  # the same: the code around the block needs the lock
+            self._take()
             raise
+
+    def _take(self) -> None:
+        while not self._is_mine():
+            with suppress(BaseException):
+                self._lock.mutex.acquire()
 
     def _is_mine(self) -> bool:
         try:

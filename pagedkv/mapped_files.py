@@ -1,7 +1,9 @@
 """``MappedFiles``: segment files that stay mapped into memory."""
 
+import errno
 import mmap
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -9,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pagedkv import files
 from pagedkv.files import Bytes
-from pagedkv.segment_files import SegmentFiles
 
-MAX_MAPPED = 256
+MAX_MAPPED = 128
 """Files that stay mapped, each with a descriptor; more only as long as somebody looks at them."""
 
 
@@ -26,7 +28,10 @@ class MappedFile:
 
     def __init__(self, fd: int) -> None:
         self.data: Bytes = np.empty(0, np.uint8)
-        if os.fstat(fd).st_size:  # an empty file cannot be mapped
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "it is no regular file")
+        if status.st_size:  # an empty file cannot be mapped
             memory = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
             if hasattr(mmap, "MADV_RANDOM"):  # else the system reads far more than is looked at
                 memory.madvise(mmap.MADV_RANDOM)
@@ -38,13 +43,9 @@ class MappedFiles:
     """Maps of the files that were looked at last. Thread-safe.
 
     A file that was removed, or replaced, after it was mapped is seen as it was.
-
-    Args:
-        files: Opens the files.
     """
 
-    def __init__(self, files: SegmentFiles) -> None:
-        self._files = files
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_closed = False
         self._maps: OrderedDict[Hashable, MappedFile] = OrderedDict()
@@ -60,8 +61,14 @@ class MappedFiles:
             if found is not None:
                 self._maps.move_to_end(name)
                 return found
-        with self._files.reading(name, path) as fd:
-            mapped = MappedFile(fd)
+        try:
+            mapped = _map(path)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            with self._lock:
+                self._maps.clear()
+            mapped = _map(path)
         with self._lock:
             if not self._is_closed:
                 self._maps[name] = mapped
@@ -79,3 +86,8 @@ class MappedFiles:
         with self._lock:
             self._is_closed = True
             self._maps.clear()
+
+
+def _map(path: Path) -> MappedFile:
+    with files.reading(path) as fd:
+        return MappedFile(fd)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pagedkv.codec import Int8, Raw
 from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
-from pagedkv.format import PackedRows, PageEntry, StoreRow, pack_row
+from pagedkv.format import PackedRows, PageEntry, StoreRow, pack_row, unpack_row
 from pagedkv.int8 import Int8Layout
 from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
@@ -163,10 +163,13 @@ class Mover:
                     assert record is not None
                     self.places.spill.read_page(record, to)
         while stored:
+            lost |= {_key(page) for page, _ in stored if page.row is None}  # given up meanwhile
+            stored = [(page, to) for page, to in stored if page.row is not None]
             rows = [_row(page.row) for page, _ in stored]
             damaged = self._read_rows(rows, [to for _, to in stored], deadline)
             stored = [stored[number] for number in damaged]
-            lost |= self._find_anew([page for page, _ in stored])
+            tried = [rows[number] for number in damaged]
+            lost |= self._find_anew([page for page, _ in stored], tried)
             stored = [(page, to) for page, to in stored if page.row is not None]
         self._counters.num_pages_loaded += len(pages)
         self._counters.bytes_read += len(pages) * self._spec.page_nbytes
@@ -280,7 +283,7 @@ class Mover:
             return
         began = time.perf_counter()
         at = np.arange(len(pages)) if at is None else at
-        with self.places.lock:
+        with self.places.lock.mutex:
             spills = [page.spill for page in pages]
             found = [record for record in spills if record is not None]
             spill = self.places.spill
@@ -355,7 +358,8 @@ class Mover:
                 views = self.store.view_payloads(rows, layer)
                 break
             except CorruptPageError as error:
-                self._find_moved([pages[number] for number in error.positions], error)
+                bad = [*error.positions]
+                self._find_moved([pages[number] for number in bad], rows[bad], error)
                 rows = self.packed_rows(pages)
         self._count_loaded(len(pages), began)
         return views
@@ -465,15 +469,16 @@ class Mover:
         assert self.store is not None
         return self.find_row(key) or self.store.find_leaving(key, self.number)
 
-    def _find_anew(self, pages: Iterable[Page]) -> set[PageKey]:
-        """Find another row of pages whose row could not be read; the keys that have none."""
+    def _find_anew(self, pages: Sequence[Page], tried: Sequence[StoreRow]) -> set[PageKey]:
+        """Find another row of pages that could not be read in these; the keys that have none."""
         lost = set()
-        for page in pages:
-            assert page.key is not None
-            row = self._find_held(page.key)
-            if row is None or row == page.row:
+        for page, old in zip(pages, tried, strict=True):
+            if page.row is not None and page.row != old:
+                continue  # another thread has found it meanwhile
+            row = self._find_held(_key(page))
+            if row is None or row == old:
                 self.places.set_row(page, None, exact=False)
-                lost.add(page.key)
+                lost.add(_key(page))
             else:
                 self.places.set_row(page, row, exact=page.exact)
         return lost
@@ -489,22 +494,27 @@ class Mover:
     ) -> None:
         """Read one layer of pages in the store, without the lock; moved ones where they are now."""
         while len(pages):
+            tried = self.packed_rows(pages) if rows is None else rows
             try:
-                read(self.packed_rows(pages) if rows is None else rows, layer, out, at=at)
+                read(tried, layer, out, at=at)
                 return
             except CorruptPageError as error:
-                pages, at = [pages[number] for number in error.positions], at[[*error.positions]]
-                self._find_moved(pages, error)
+                bad = [*error.positions]
+                pages, at = [pages[number] for number in bad], at[bad]
+                self._find_moved(pages, tried[bad], error)
                 rows = None
 
-    def _find_moved(self, pages: Sequence[Page], error: CorruptPageError) -> None:
+    def _find_moved(
+        self, pages: Sequence[Page], tried: PackedRows, error: CorruptPageError
+    ) -> None:
         """Find where pages are now that could not be read; raises the error if one is nowhere."""
-        with self.places.lock:
-            if not pages or self._find_anew(pages):
+        rows = [unpack_row(row) for row in tried.tolist()]
+        with self.places.lock.mutex:
+            if not pages or self._find_anew(pages, rows):
                 raise error
 
     def _count_loaded(self, num_slices: int, began: float) -> None:
-        with self.places.lock:
+        with self.places.lock.mutex:
             self._counters.num_slices_loaded += num_slices
             self._counters.bytes_read += num_slices * self._spec.layer_nbytes
             self._counters.read_seconds += time.perf_counter() - began
@@ -580,6 +590,11 @@ def _is_unstored(page: Page) -> bool:
 def _slot(page: Page) -> int:
     assert page.slot is not None
     return page.slot
+
+
+def _key(page: Page) -> PageKey:
+    assert page.key is not None
+    return page.key
 
 
 def _rows_of(pages: Sequence[Page]) -> list[StoreRow]:

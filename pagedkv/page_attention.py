@@ -40,6 +40,8 @@ class Places(NamedTuple):
     """Address of each page's values; the same."""
     records: Numbers | None = None
     """Address of each record of INT8; 0 for all other pages. None if no page is one."""
+    kept: tuple[object, ...] = ()
+    """What lies there, beside the pool: it stays alive as long as a thread attends to it."""
 
 
 class PageAttention:
@@ -117,7 +119,7 @@ class PageAttention:
         part = slice(begin * self.chunk_pages, end * self.chunk_pages)
         chunks = slice(skipped + begin, skipped + end)
         first_token = (first_page + part.start) * spec.page_tokens
-        keys, values, records = places
+        keys, values, records, _ = places
         self._call(keys[part], values[part], first_token, chunks, _NO_SCALES, spec.dtype)
         if self._records is not None and records is not None:
             layout = self._records

@@ -117,7 +117,7 @@ class PageReader:
 
     def __init__(self, *, num_threads: int, direct: bool) -> None:
         self._files = SegmentFiles(direct=direct)
-        self._maps = MappedFiles(self._files)
+        self._maps = MappedFiles()
         self._threads = DiskThreads(num_threads)
         self._num_threads = num_threads
         self._direct = direct

@@ -1,5 +1,6 @@
 """``SegmentFiles``: segment files that stay open, so that a read need not open one."""
 
+import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -52,7 +53,14 @@ class SegmentFiles:
                 file.num_users += 1
                 self._open.move_to_end(name)
                 return file
-        fd = files.open_file(path, direct=self._direct)
+        try:
+            fd = files.open_file(path, direct=self._direct)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            with self._lock:
+                self._drop_all()
+            fd = files.open_file(path, direct=self._direct)
         with self._lock:
             file = self._open.get(name)
             if self._is_closed:
@@ -93,8 +101,11 @@ class SegmentFiles:
         """Close all files, each when its last reader is done."""
         with self._lock:
             self._is_closed = True
-            while self._open:
-                self._drop(self._open.popitem()[1])
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        while self._open:
+            self._drop(self._open.popitem()[1])
 
     def _drop(self, file: OpenFile) -> None:
         file.is_kept = False

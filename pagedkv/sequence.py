@@ -335,11 +335,13 @@ class Sequence:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._cache.is_closed or self._cache.is_of_parent:
+        if self._cache.is_of_parent:
             return  # nothing is left to give up; the lock of a parent may be held for ever
-        self._cache.forget(self)
         for staging in self._staging:
             staging.clear()
+        if self._cache.is_closed:
+            return
+        self._cache.forget(self)
         self._whereabouts = [layer_scan.Whereabouts() for _ in self._groups]
         for number, group in enumerate(self._groups):
             group.release(self._tables[number])

@@ -40,7 +40,6 @@ _NUM_READERS = 8
 """More sequences than this that read at once wait for each other's waves."""
 
 _workers: list[_Worker] = []
-_readers: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 
 
@@ -64,21 +63,35 @@ def start(function: Callable[..., _T], *arguments: Any, number: int = 0) -> "Fut
     return _workers[number].start(function, *arguments)
 
 
-def start_reading(function: Callable[..., _T], *arguments: Any) -> "Future[_T]":
-    """Call a function that mostly waits for a disk, in a thread that no kernel waits for."""
-    global _readers  # noqa: PLW0603 - made when first needed
-    if _readers is None:
-        with _lock:
-            if _readers is None:
-                _readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="pagedkv-reader")
-    return _readers.submit(function, *arguments)
+def start_reading(future: "Future[_T]", function: Callable[[], _T]) -> None:
+    """Call a function that mostly waits for a disk, in a thread of its own.
+
+    The thread ends with the call. Neither another reader, nor the end of the program, waits for it.
+
+    Args:
+        future: Gets what the function returns or raises.
+        function: What to call.
+    """
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised again by who waits
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="pagedkv-reader", daemon=True).start()
 
 
 def run_all(tasks: Sequence[Callable[[], None]]) -> None:
     """Run tasks at once, the first one in the calling thread; raises what one of them raised."""
-    others = [start(task, number=number) for number, task in enumerate(tasks[1:])]
+    others = []
     try:
-        for task in tasks[:1]:
+        for number, task in enumerate(tasks[1:]):
+            others.append(start(task, number=number))
+    except RuntimeError:  # the program is about to end: nobody starts anything any more
+        pass
+    try:
+        for task in (*tasks[:1], *tasks[1 + len(others) :]):
             task()
     finally:
         errors = [other.exception() for other in others]
@@ -102,9 +115,8 @@ def _this_processor() -> int | None:
 
 def _forget() -> None:
     """In a forked child the threads are gone."""
-    global _lock, _readers  # noqa: PLW0603 - another thread may have held it
+    global _lock  # noqa: PLW0603 - another thread may have held it
     _workers.clear()
-    _readers = None
     _lock = threading.Lock()
 
 

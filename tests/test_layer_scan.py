@@ -1,9 +1,12 @@
 """What attention reads ahead is never outdated, and nothing is lost by it."""
 
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +16,7 @@ from test_page_attention import error, reference
 
 import pagedkv as pk
 from pagedkv import layer_scan
+from pagedkv.format import unpack_row
 from pagedkv.spill import SpillFile
 
 SPEC = make_spec(num_kv_heads=2, head_dim=16, page_tokens=16, num_layers=3)
@@ -190,3 +194,151 @@ def test_a_cache_is_closed_while_it_reads_ahead(tmp_path: Path) -> None:
         with pytest.raises(pk.ClosedError):
             sequence.attend(0, Q)
         sequence.close()
+
+
+def test_pages_come_into_the_pool_while_their_layer_is_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 1600
+    k, v = make_kv(SPEC, count)
+    tokens = np.arange(count)
+    stage = layer_scan._Wave.stage
+
+    def slow(wave: Any, buffer: Any) -> None:
+        time.sleep(0.02)
+        stage(wave, buffer)
+
+    monkeypatch.setattr(layer_scan._Wave, "stage", slow)
+    with pk.PagedKVCache(SPEC, 104, pk.PageStore.open(tmp_path / "cache.zarr", SPEC)) as cache:
+        with cache.open_sequence() as sequence:
+            sequence.append(k, v, tokens)
+        other = cache.open_sequence()
+        other.append(*make_kv(SPEC, 800, seed=1))
+        with cache.open_sequence(tokens) as sequence:
+            assert sequence.num_tokens == count
+            for layer in (0, 1, 2, 0):
+                check(sequence, layer, k, v)
+            assert ahead(sequence)
+            other.close()
+            with cache.open_sequence(tokens):  # it brings the pages into the pool
+                assert all(page.slot is not None for page in sequence.table(0))
+                check(sequence, 1, k, v)
+            assert not ahead(sequence)
+        cache.check_invariants()
+
+
+def test_a_wait_that_is_interrupted_leaves_no_late_reader_in_a_buffer(
+    cache: pk.PagedKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, v = make_kv(SPEC, NUM_TOKENS)
+    with filled(cache, k, v) as sequence:
+        sequence._staging[0].forget_ahead()
+        go_on, stage = threading.Event(), layer_scan._Wave.stage
+        result = Future.result
+
+        def slow(wave: Any, buffer: Any) -> None:
+            assert go_on.wait(60)
+            stage(wave, buffer)
+
+        def interrupted(future: Any, timeout: Any = None) -> Any:
+            del timeout
+            assert not future.done()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(layer_scan._Wave, "stage", slow)
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sequence.attend(1, Q)
+        monkeypatch.setattr(Future, "result", result)
+        monkeypatch.setattr(layer_scan._Wave, "stage", stage)
+        threading.Timer(0.1, go_on.set).start()
+        for layer in (2, 1, 0):
+            check(sequence, layer, k, v)
+
+
+def test_a_copy_that_finds_no_slot_is_seen(tmp_path: Path) -> None:
+    k, v = make_kv(SPEC, 41)
+    with (
+        pk.PagedKVCache(SPEC, 3, pk.PageStore.open(tmp_path / "cache.zarr", SPEC)) as cache,
+        cache.open_sequence() as parent,
+    ):
+        parent.append(k[:, :40], v[:, :40])
+        with parent.fork() as child, parent.gather(0):  # which pins all slots
+            check(child, 0, k[:, :40], v[:, :40])
+            for layer in range(3):
+                child.append_layer(layer, k[layer, 40:], v[layer, 40:])
+                check(child, layer, k, v)
+        check(parent, 0, k[:, :40], v[:, :40])
+
+
+def test_moved_pages_are_found_by_several_sequences_at_once(tmp_path: Path) -> None:
+    k, v = make_kv(SPEC, NUM_TOKENS)
+    tokens = np.arange(NUM_TOKENS)
+    path = tmp_path / "cache.zarr"
+    with pk.PagedKVCache(SPEC, 90, pk.PageStore.open(path, SPEC)) as cache:
+        with cache.open_sequence() as sequence:
+            sequence.append(k, v, tokens)
+        cache.flush()
+    with (
+        pk.PagedKVCache(SPEC, 2, pk.PageStore.open(path, SPEC)) as cache,
+        cache.open_sequence(tokens) as first,
+        cache.open_sequence(tokens) as second,
+    ):
+        moves, store = cache._groups[0].moves, cache.store
+        assert store is not None
+        pages = [page for page in first.table(0) if page.slot is None]
+        true_rows = [page.row for page in pages]
+        for page in pages:  # as if the store had moved them
+            assert page.row is not None
+            moves.places.set_row(page, page.row._replace(row=page.row.row + 10**6), exact=True)
+        stale = moves.packed_rows(pages)
+        tried = [unpack_row(row) for row in stale.tolist()]
+        with moves.places.lock:
+            assert moves._find_anew(pages, tried) == set()  # the first one finds them
+            assert moves._find_anew(pages, tried) == set()  # the second one comes too late
+        assert [page.row for page in pages] == true_rows
+        for sequence in (first, second):
+            count = sequence.num_tokens
+            check(sequence, 0, k[:, :count], v[:, :count])
+
+
+class FakeWave:
+    """A wave of one span, which notes its buffer."""
+
+    def __init__(self, span: int) -> None:
+        self.span = span
+        self.buffer: Any = None
+
+    def stage(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def is_of(self, _: int, span: Any) -> bool:
+        return self.span == span.first
+
+
+class FakeSpan(NamedTuple):
+    first: int
+
+
+def test_no_buffer_is_given_to_two_waves_of_which_one_is_attended() -> None:
+    staging = layer_scan.Staging()
+    a, b, c, d, e = (FakeWave(number) for number in range(5))
+    reading: deque[Any] = deque()
+    staging.start_some(deque([a, b]), reading)  # type: ignore[list-item]
+    staging.keep_ahead(reading)
+    reading = staging.take_ahead(0, [FakeSpan(0), FakeSpan(7)])  # type: ignore[list-item]
+    assert [one.wave for one in reading] == [a]  # b is forgotten
+    todo: deque[Any] = deque([c, d, e])
+    staging.start_some(todo, reading)
+    attended = layer_scan._next_of(reading)
+    staging.start_some(todo, reading)
+    in_use = [attended, *reading]
+    assert [one.wave for one in in_use] == [a, c, d]
+    for one in in_use:
+        one.future.result()
+        assert one.wave.buffer is one.buffer
+    assert len({one.buffer.ctypes.data for one in in_use}) == 3
+    staging.give_back(attended.buffer)
+    layer_scan._next_of(reading)
+    staging.start_some(todo, reading)
+    assert reading[-1].buffer is attended.buffer

@@ -1,5 +1,7 @@
 """Mapped files: what stays mapped, and for how long."""
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,20 +9,13 @@ import numpy as np
 import pytest
 
 from pagedkv import mapped_files
+from pagedkv.files import is_vanished
 from pagedkv.mapped_files import MappedFiles
-from pagedkv.segment_files import SegmentFiles
 
 
 @pytest.fixture
-def opened() -> Iterator[SegmentFiles]:
-    opened = SegmentFiles()
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def files(opened: SegmentFiles) -> Iterator[MappedFiles]:
-    files = MappedFiles(opened)
+def files() -> Iterator[MappedFiles]:
+    files = MappedFiles()
     yield files
     files.close()
 
@@ -45,14 +40,11 @@ def test_a_file_is_mapped_once_and_its_bytes_are_where_it_says(
     assert not mapped.data.flags.writeable
 
 
-def test_a_file_that_is_gone_is_seen_as_it_was(
-    files: MappedFiles, opened: SegmentFiles, tmp_path: Path
-) -> None:
+def test_a_file_that_is_gone_is_seen_as_it_was(files: MappedFiles, tmp_path: Path) -> None:
     path = write(tmp_path / "a", 7)
     data = files.get("a", path).data
     path.unlink()
     files.forget("a")
-    opened.forget("a")
     assert (data == 7).all()
     assert num_mapped(path) == 1
     del data
@@ -83,3 +75,25 @@ def test_after_close_a_file_is_mapped_for_its_user_only(files: MappedFiles, tmp_
 def test_an_empty_file_has_no_bytes(files: MappedFiles, tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert len(files.get("a", tmp_path / "a").data) == 0
+
+
+def test_what_is_no_file_is_gone(files: MappedFiles, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(write(tmp_path / "a", 7))
+    for name in ("folder", "pipe", "link"):
+        with pytest.raises(OSError) as caught:
+            files.get(name, tmp_path / name)
+        assert is_vanished(caught.value), name
+
+
+def test_maps_are_given_up_for_want_of_descriptors(files: MappedFiles, tmp_path: Path) -> None:
+    paths = [write(tmp_path / str(number), number) for number in range(60)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 20, hard))
+    try:
+        for number, path in enumerate(paths):
+            assert np.unique(files.get(number, path).data).tolist() == [number]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -4,9 +4,11 @@ import ctypes
 import functools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -39,7 +41,12 @@ class _Worker:
 _NUM_READERS = 8
 """More sequences than this that read at once wait for each other's waves."""
 
+_IDLE_S = 10.0
+"""Seconds after which a reader that has nothing to do ends."""
+
 _workers: list[_Worker] = []
+_idle_readers: "deque[SimpleQueue[Any]]" = deque()
+"""What readers wait for that have nothing to do."""
 _lock = threading.Lock()
 
 
@@ -64,22 +71,39 @@ def start(function: Callable[..., _T], *arguments: Any, number: int = 0) -> "Fut
 
 
 def start_reading(future: "Future[_T]", function: Callable[[], _T]) -> None:
-    """Call a function that mostly waits for a disk, in a thread of its own.
+    """Call a function that mostly waits for a disk, in a thread that nobody else uses meanwhile.
 
-    The thread ends with the call. Neither another reader, nor the end of the program, waits for it.
+    Neither another reader, nor the end of the program, waits for it.
 
     Args:
         future: Gets what the function returns or raises.
         function: What to call.
     """
+    try:
+        tasks = _idle_readers.pop()
+    except IndexError:
+        tasks = SimpleQueue()
+        threading.Thread(target=_read, args=(tasks,), name="pagedkv-reader", daemon=True).start()
+    tasks.put((future, function))
 
-    def work() -> None:
+
+def _read(tasks: "SimpleQueue[tuple[Future[Any], Callable[[], Any]]]") -> None:
+    """Do one task after the other, until none has come for a while."""
+    while True:
+        try:
+            future, function = tasks.get(timeout=_IDLE_S)
+        except Empty:
+            try:
+                _idle_readers.remove(tasks)
+            except ValueError:  # a task is on its way
+                continue
+            return
         try:
             future.set_result(function())
         except BaseException as error:  # noqa: BLE001 - raised again by who waits
             future.set_exception(error)
-
-    threading.Thread(target=work, name="pagedkv-reader", daemon=True).start()
+        del future, function
+        _idle_readers.append(tasks)
 
 
 def run_all(tasks: Sequence[Callable[[], None]]) -> None:
@@ -117,6 +141,7 @@ def _forget() -> None:
     """In a forked child the threads are gone."""
     global _lock  # noqa: PLW0603 - another thread may have held it
     _workers.clear()
+    _idle_readers.clear()
     _lock = threading.Lock()
 
 

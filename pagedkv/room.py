@@ -236,7 +236,7 @@ class Room:
             else "the others may not leave now"
         )
         return PoolExhaustedError(
-            f"{count} more slots are needed, but of the pool's {self._pool.num_slots} "
+            f"{count} more slots are needed, but of the pool's {self._pool.num_slots}, "
             f"{self._pool.num_free} are free, {self._pool.num_pinned} are pinned and "
             f"{self.places.num_resident_held} hold pages of live sequences, and {where}: close "
             "sequences, give the cache more slots, or a writable store"

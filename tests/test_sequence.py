@@ -773,7 +773,9 @@ def test_a_pool_that_is_too_small_without_a_store_leaves_the_sequence_as_it_is(
     sequence.append(*kv)
     with (
         unchanged(memory_cache, sequence),
-        pytest.raises(PoolExhaustedError, match=r"of the pool's 6, 0 are free.* 6 hold pages of live"),
+        pytest.raises(
+            PoolExhaustedError, match=r"of the pool's 6, 0 are free.* 6 hold pages of live"
+        ),
     ):
         sequence.append(*make_kv(SPEC, 3))
     k, v = make_kv(SPEC, 3)

@@ -149,16 +149,15 @@ class PageReader:
         jobs: list[Job] = []
         waiting: list[_Extent] = []
 
-        def start(count: int) -> None:
-            """Start reading the first ones of those that wait, in as few jobs as keep all busy."""
+        def start() -> None:
+            """Start reading those that wait, in as few jobs as keep all threads busy."""
             nonlocal expires
             if not jobs and deadline is not None:  # nothing had to wait before
                 expires = time.monotonic() + deadline
-            parts = self._grouped(waiting[:count])
-            del waiting[:count]
-            started = [self._job(extents, pages, damaged) for extents in parts]
+            started = [self._job(part, pages, damaged) for part in self._grouped(waiting)]
+            waiting.clear()
+            jobs.extend(started)  # first: whatever comes now, they are called off
             self._threads.start(started)
-            jobs.extend(started)
 
         try:
             for one in self._left_by_kernels(wanted, pages, damaged):
@@ -170,9 +169,9 @@ class PageReader:
                     if rest:
                         waiting.append(_Extent(one, rest))
                         if len(jobs) < _MAX_TRIES or len(waiting) >= _STARTED_TOGETHER:
-                            start(len(waiting))
+                            start()
             if waiting:
-                start(len(waiting))
+                start()
             self._threads.wait(jobs, expires)
         except BaseException:
             self._threads.call_off(jobs)

@@ -13,8 +13,8 @@ pytest.importorskip("torch", reason="the extra `transformers` is not installed")
 import numpy as np
 import tiny_models as tiny
 import torch
-from tiny_models import generate, largest_difference, open_cache, random_ids, whole_cache
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
+from tiny_models import generate, largest_difference, open_cache, random_ids, usual_cache
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import pagedkv as pk
 from pagedkv_adapters.transformers import PagedCache, fingerprint, spec_for
@@ -42,7 +42,7 @@ def prompt() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def reference(model: PreTrainedModel, prompt: torch.Tensor) -> Any:
     """What ``DynamicCache`` generates."""
-    return generate(model, prompt, whole_cache())
+    return generate(model, prompt, usual_cache(model))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_generate_in_a_small_pool_gives_the_logits_of_dynamic_cache(
     name: str, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     model = tiny.SUPPORTED[name]()
-    expected = generate(model, prompt, whole_cache())
+    expected = generate(model, prompt, usual_cache(model))
     with open_cache(model, tmp_path / "cache.zarr") as kv:
         with PagedCache.from_prompt(model, prompt, kv) as cache:
             output = generate(model, prompt, cache)
@@ -83,24 +83,12 @@ def test_generate_in_a_small_pool_gives_the_logits_of_dynamic_cache(
         assert largest_difference(output, expected) == 0
 
 
-@pytest.mark.parametrize("name", tiny.WINDOWED)
-def test_windowed_models_give_the_tokens_of_the_windowed_dynamic_cache(
-    name: str, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    model = tiny.SUPPORTED[name]()
-    expected = generate(model, prompt, DynamicCache(config=model.config))
-    with open_cache(model, tmp_path / "cache.zarr") as kv:
-        output = generate(model, prompt, PagedCache(model, kv))
-    assert torch.equal(output.sequences, expected.sequences)
-    assert largest_difference(output, expected) < 1e-5  # sums over windows of another length
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_types_give_the_logits_of_dynamic_cache(
     dtype: torch.dtype, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     model = tiny.llama().to(dtype)
-    expected = generate(model, prompt, whole_cache())
+    expected = generate(model, prompt, usual_cache(model))
     with open_cache(model, tmp_path / "cache.zarr") as kv:
         assert kv.specs[0].dtype == str(dtype).removeprefix("torch.")
         cache = PagedCache.from_prompt(model, prompt, kv)
@@ -119,7 +107,7 @@ def test_eager_attention_gives_the_logits_of_dynamic_cache(
     prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     model = tiny.llama(attn_implementation="eager")
-    expected = generate(model, prompt, whole_cache())
+    expected = generate(model, prompt, usual_cache(model))
     with open_cache(model, tmp_path / "cache.zarr") as kv:
         output = generate(model, prompt, PagedCache(model, kv))
     assert largest_difference(output, expected) == 0
@@ -136,7 +124,7 @@ def test_sampling_with_a_seed_gives_the_tokens_of_dynamic_cache(
     model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
 ) -> None:
     torch.manual_seed(3)
-    expected = generate(model, prompt, whole_cache(), do_sample=True)
+    expected = generate(model, prompt, usual_cache(model), do_sample=True)
     torch.manual_seed(3)
     output = generate(model, prompt, PagedCache(model, kv), do_sample=True)
     assert torch.equal(output.sequences, expected.sequences)
@@ -170,7 +158,7 @@ def test_prompt_lookup_decoding_drops_the_tokens_that_were_rejected(
     model: PreTrainedModel, kv: pk.PagedKVCache
 ) -> None:
     repeated = torch.cat([random_ids(90, seed=2)] * 3, dim=1)
-    expected = generate(model, repeated, whole_cache())
+    expected = generate(model, repeated, usual_cache(model))
     cache = PagedCache.from_prompt(model, repeated, kv)
     output = generate(model, repeated, cache, prompt_lookup_num_tokens=5)
     assert torch.equal(output.sequences, expected.sequences)
@@ -245,7 +233,7 @@ def test_a_step_that_failed_half_way_can_be_repeated(
 
 def test_threads_share_a_small_pool(model: PreTrainedModel, tmp_path: Path) -> None:
     prompts = [random_ids(150 + 33 * number, seed=number) for number in range(4)]
-    expected = [generate(model, ids, whole_cache()).sequences for ids in prompts]
+    expected = [generate(model, ids, usual_cache(model)).sequences for ids in prompts]
     errors: list[BaseException] = []
     outputs: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -291,7 +279,7 @@ def test_a_prompt_reuses_the_full_pages_of_its_prefix(
     if restart:
         kv = reopen(kv, model)
     other = torch.cat([prompt[:, :200], random_ids(60, seed=5)], dim=1)
-    expected = generate(model, other, whole_cache())
+    expected = generate(model, other, usual_cache(model))
     cache = PagedCache.from_prompt(model, other, kv)
     output = generate(model, other, cache)
     stats = kv.stats()
@@ -307,7 +295,7 @@ def test_the_last_token_of_a_cached_prompt_is_computed_again(
     model: PreTrainedModel, kv: pk.PagedKVCache
 ) -> None:
     prompt = random_ids(64, seed=6)
-    expected = generate(model, prompt, whole_cache())
+    expected = generate(model, prompt, usual_cache(model))
     with PagedCache.from_prompt(model, prompt, kv) as cache:
         cache.commit(generate(model, prompt, cache).sequences)
     cache = PagedCache.from_prompt(model, prompt, kv)
@@ -321,7 +309,7 @@ def test_a_second_turn_goes_on_with_the_same_cache(
     model: PreTrainedModel, prompt: torch.Tensor, reference: Any, kv: pk.PagedKVCache
 ) -> None:
     second = torch.cat([reference.sequences, random_ids(30, seed=7)], dim=1)
-    expected = generate(model, second, whole_cache())
+    expected = generate(model, second, usual_cache(model))
     cache = PagedCache.from_prompt(model, prompt, kv)
     cache.commit(generate(model, prompt, cache).sequences)
     output = generate(model, second, cache)
@@ -340,7 +328,7 @@ def test_a_second_turn_reuses_the_pages_of_the_first_answer(
     if restart:
         kv = reopen(kv, model)
     second = torch.cat([first.sequences, random_ids(30, seed=8)], dim=1)
-    expected = generate(model, second, whole_cache())
+    expected = generate(model, second, usual_cache(model))
     cache = PagedCache.from_prompt(model, second, kv)
     output = generate(model, second, cache)
     kv.close()
@@ -360,7 +348,7 @@ def test_a_saved_sequence_resumes_to_the_token(
         kv = reopen(kv, model)
     so_far = output.sequences
     assert so_far.shape[1] == 309
-    expected = generate(model, so_far, whole_cache())
+    expected = generate(model, so_far, usual_cache(model))
     cache = PagedCache.from_prompt(model, so_far, kv)
     resumed = generate(model, so_far, cache)
     cache.commit(resumed.sequences)
@@ -378,7 +366,7 @@ def test_a_saved_tail_is_not_reused_by_a_prompt_that_differs_in_it(
         cache.save()
     other = output.clone()
     other[0, 306] = (other[0, 306] + 1) % tiny.VOCABULARY  # the tail is 304..307
-    expected = generate(model, other, whole_cache())
+    expected = generate(model, other, usual_cache(model))
     cache = PagedCache.from_prompt(model, other, kv)
     assert cache.num_reused_tokens == 304
     assert torch.equal(generate(model, other, cache).sequences, expected.sequences)
@@ -507,51 +495,9 @@ def test_a_cache_of_several_specs_is_refused(model: PreTrainedModel) -> None:
         PagedCache(model, kv)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}],
-    ids=["beams", "several sequences"],
-)
-def test_a_batch_made_by_generate_is_refused_and_nothing_changes(
-    options: dict[str, Any], model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
-) -> None:
-    cache = PagedCache.from_prompt(model, prompt, kv)
-    with pytest.raises(ValueError, match="one sequence"):
-        generate(model, prompt, cache, **options)
-    assert cache.get_seq_length() == 0
-    assert kv.stats().num_pages_held == 0
-    assert kv.stats().num_pinned_slots == 0
-
-
-def test_a_batch_of_prompts_is_refused(
-    model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
-) -> None:
-    batch = torch.cat([prompt, prompt])
-    with pytest.raises(ValueError, match="one sequence"):
-        PagedCache.from_prompt(model, batch, kv)
-    with pytest.raises(ValueError, match="one sequence"):
-        generate(model, batch, PagedCache(model, kv))
-
-
 def test_an_empty_prompt_is_refused(model: PreTrainedModel, kv: pk.PagedKVCache) -> None:
     with pytest.raises(ValueError, match="at least one"):
         PagedCache.from_prompt(model, [], kv)
-
-
-@pytest.mark.parametrize("masked", [slice(5), slice(40, 41)], ids=["left padding", "a hole"])
-@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
-def test_masked_tokens_are_refused(
-    name: str, masked: slice, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    """Their pages would be found by prompts whose tokens stand at other positions."""
-    model = tiny.SUPPORTED[name]()
-    mask = torch.ones_like(prompt)
-    mask[:, masked] = 0
-    with open_cache(model, tmp_path / "cache.zarr") as kv:
-        cache = PagedCache(model, kv)
-        with pytest.raises(ValueError, match="unpadded"):
-            generate(model, prompt, cache, attention_mask=mask)
-        assert cache.get_seq_length() == 0
 
 
 def test_a_mask_that_generate_infers_from_pad_tokens_is_refused(
@@ -616,7 +562,7 @@ def test_commit_refuses_ids_that_are_too_few(
     output = generate(model, prompt, cache).sequences
     with pytest.raises(ValueError, match="hold 318 tokens, but the cache 319"):
         cache.commit(output[:, :318])
-    with pytest.raises(ValueError, match="one sequence"):
+    with pytest.raises(ValueError, match="2 rows, but the cache holds 1"):
         cache.commit(torch.cat([output, output]))
     cache.close()
     assert PagedCache.from_prompt(model, prompt, kv).num_reused_tokens == 0
@@ -669,7 +615,7 @@ def test_a_store_that_is_full_stops_generate_and_leaves_the_cache_usable(
     model: PreTrainedModel, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     short = prompt[:, :40]
-    expected = generate(model, short, whole_cache())
+    expected = generate(model, short, usual_cache(model))
     with open_cache(model, tmp_path / "cache.zarr", max_nbytes="64KiB") as kv:
         cache = PagedCache(model, kv)
         with pytest.raises(pk.StoreFullError):
@@ -729,14 +675,14 @@ def test_a_fingerprint_of_ones_own_is_used(model: PreTrainedModel, prompt: torch
             PagedCache(model, kv)
         cache = PagedCache.from_prompt(model, prompt, kv, model_fingerprint="mine")
         output = generate(model, prompt, cache)
-    assert torch.equal(output.sequences, generate(model, prompt, whole_cache()).sequences)
+    assert torch.equal(output.sequences, generate(model, prompt, usual_cache(model)).sequences)
 
 
 def test_the_spec_describes_the_kv_that_the_model_makes() -> None:
     for build in tiny.SUPPORTED.values():
         model = build()
         spec = spec_for(model)
-        cache = whole_cache()
+        cache = usual_cache(model)
         generate(model, random_ids(5, seed=9), cache, max_new_tokens=1)
         keys = cache.layers[0].keys
         assert len(cache.layers) == spec.num_layers
@@ -747,7 +693,7 @@ def test_the_spec_describes_the_kv_that_the_model_makes() -> None:
 def test_the_pages_hold_what_dynamic_cache_holds(
     model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
 ) -> None:
-    expected = whole_cache()
+    expected = usual_cache(model)
     generate(model, prompt, expected)
     with PagedCache.from_prompt(model, prompt, kv) as cache:
         generate(model, prompt, cache)

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the extra `transformers` is not installed")
 
+import numpy as np
 import tiny_models as tiny
 import torch
-from tiny_models import generate, largest_difference, open_cache, random_ids, whole_cache
+from tiny_models import generate, largest_difference, open_cache, random_ids, usual_cache
 from transformers import DynamicCache, PreTrainedModel
 
 import pagedkv as pk
@@ -22,6 +23,7 @@ from pagedkv_adapters.transformers.attention import (
     paged_attention,
     seen_through,
 )
+from pagedkv_adapters.transformers.forward_input import ForwardInput
 
 pytestmark = [
     pytest.mark.torch,
@@ -77,7 +79,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(
 ) -> None:
     model = BUILD[name]()
     prompt = random_ids(300, seed=1)
-    expected = generate(model, prompt, whole_cache())
+    expected = generate(model, prompt, usual_cache(model))
     with_pages(model)
     with (
         open_cache(model, tmp_path / "cache.zarr", num_slots) as kv,
@@ -104,7 +106,7 @@ def test_a_reused_prefix_is_attended_too(name: str, tmp_path: Path) -> None:
             cache.commit(found.sequences)
             kv.flush()
     model.set_attn_implementation("sdpa")
-    expected = generate(model, prompt, whole_cache())
+    expected = generate(model, prompt, usual_cache(model))
     assert torch.equal(found.sequences, expected.sequences)
     assert largest_difference(found, expected) <= 1e-4
 
@@ -112,7 +114,7 @@ def test_a_reused_prefix_is_attended_too(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near(dtype: torch.dtype, tmp_path: Path) -> None:
     model, prompt = tiny.llama().to(dtype), random_ids(100, seed=3)
-    expected = generate(model, prompt, whole_cache(), max_new_tokens=2)
+    expected = generate(model, prompt, usual_cache(model), max_new_tokens=2)
     with (
         open_cache(with_pages(model), tmp_path / "cache.zarr") as kv,
         PagedCache.from_prompt(model, prompt, kv) as cache,
@@ -166,9 +168,9 @@ def test_other_models_give_what_they_give_without_pages_and_the_log_says_it_once
 ) -> None:
     build, warning = OTHER_MODELS[name]
     model, prompt = build(), random_ids(300, seed=7)
-    expected = generate(model, prompt, whole_cache())
+    expected = generate(model, prompt, usual_cache(model))
     more = torch.cat([expected.sequences, random_ids(5, seed=8)], dim=1)
-    expected_more = generate(model, more, whole_cache())
+    expected_more = generate(model, more, usual_cache(model))
     named_for_pages(model)
     with open_cache(model, tmp_path / "cache.zarr", num_slots) as kv:
         for turn in range(2):
@@ -249,7 +251,9 @@ def test_a_model_that_changes_the_values_since_is_refused(tmp_path: Path) -> Non
     model = with_pages(tiny.llama())
     with open_cache(model, tmp_path / "cache.zarr") as kv, PagedCache(model, kv) as cache:
         module, states = model.model.layers[0].self_attn, torch.ones(1, 2, 1, 16)
-        cache.begin_forward(None, None, None, attends_to_pages=True)
+        none = np.zeros(1, dtype=np.int64)
+        given = ForwardInput(ids=None, num_rows=1, num_pads=none, past=0, num_columns=1)
+        cache.begin_forward(given, attends_to_pages=True)
         for layer in range(3):
             cache.update(states, states, layer)
         keys, values = cache.update(states, states, 0)
@@ -298,7 +302,7 @@ def test_weights_of_attention_are_returned_where_they_are_asked_for(
         expected.attentions, first.attentions, last.attentions, strict=True
     ):
         assert torch.allclose(before, all_weights[:, :, :59, :59], atol=1e-5)
-        assert torch.allclose(now, all_weights[:, :, 59:], atol=1e-5)
+        assert torch.allclose(now, all_weights[:, :, 59:, -now.shape[3] :], atol=1e-5)
     assert torch.allclose(last.logits, expected.logits[:, 59:], rtol=0, atol=1e-4)
     assert len(warnings) == 1
     assert "attends with output_attentions" in warnings[0]
@@ -371,29 +375,6 @@ def test_tokens_that_a_mask_hides_from_embeddings_stay_hidden(
     assert "attends with a mask of its own" in warnings[0]
 
 
-def test_padding_is_refused(tmp_path: Path) -> None:
-    model, ids = with_pages(tiny.llama()), random_ids(60, seed=16)
-    mask = torch.ones_like(ids)
-    mask[:, :7] = 0
-    with (
-        open_cache(model, tmp_path / "cache.zarr") as kv,
-        PagedCache(model, kv) as cache,
-        pytest.raises(ValueError, match="attention_mask hides 7 tokens"),
-    ):
-        model(ids, attention_mask=mask, cache=cache)
-
-
-def test_a_batch_is_refused(tmp_path: Path) -> None:
-    model, ids = with_pages(tiny.llama()), random_ids(60, seed=17)
-    embedded = model.get_input_embeddings()(ids)
-    with open_cache(model, tmp_path / "cache.zarr") as kv, PagedCache(model, kv) as cache:
-        with pytest.raises(ValueError, match="the batch .* must be 1"):
-            model(ids.repeat(2, 1), cache=cache)
-        with pytest.raises(ValueError, match="the batch .* must be 1"):
-            model(inputs_embeds=embedded.repeat(2, 1, 1), cache=cache)
-        assert cache.sequence.num_tokens == 0
-
-
 # -- masks -------------------------------------------------------------------------------------
 
 
@@ -405,7 +386,7 @@ def test_a_window_is_read_from_the_mask(window: int | None, count: int) -> None:
     visible = (at <= past) & (at > past - (window or 30))
     added = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
     for mask in (visible, added):
-        seen = seen_through(mask[None, None], count, 30)
+        seen = seen_through(mask[None, None], 0, count, 30, 0, None)
         assert seen == Seen(is_causal=True, window=None if window == 30 else window)
 
 
@@ -415,10 +396,35 @@ def test_other_masks_are_not_taken_for_windows(count: int) -> None:
     hole, distance, per_head = visible.clone(), torch.zeros(1, 1, count, 30), visible
     hole[..., 20] = False
     distance[..., :20] = -1.5
-    for mask in (hole, distance, per_head.expand(1, 2, count, 30), visible[..., 1:]):
-        assert not seen_through(mask, count, 30).is_causal
+    longer = torch.ones(1, 1, count, 31, dtype=torch.bool).tril(31 - count)
+    for mask in (hole, distance, per_head.expand(1, 2, count, 30), longer):
+        assert not seen_through(mask, 0, count, 30, 0, None).is_causal
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_mask_may_leave_out_what_a_window_hides(count: int) -> None:
+    visible = torch.ones(count, 6 + count, dtype=torch.bool).tril(6).triu()
+    seen = seen_through(visible[None, None], 0, count, 30, 0, 7)
+    assert seen == Seen(is_causal=True, window=7)
+
+
+def test_a_mask_may_not_leave_out_what_some_query_sees() -> None:
+    visible = torch.ones(1, 1, 5, 30, dtype=torch.bool).tril(25)[..., 1:]
+    assert not seen_through(visible, 0, 5, 30, 0, None).is_causal
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("num_pads", [4, 20, 27])
+def test_pads_are_not_tokens_that_a_window_hides(window: int | None, num_pads: int) -> None:
+    at = torch.arange(30)
+    visible = (at <= at[:, None]) & (at > at[:, None] - (window or 30)) & (at >= num_pads)
+    seen = seen_through(visible[None, None, -5:], 0, 5, 30, num_pads, None)
+    assert seen == Seen(is_causal=True, window=7 if window and num_pads < 23 else None)
+    shown = visible.clone()
+    shown[:, num_pads - 1] = True
+    assert not seen_through(shown[None, None, -5:], 0, 5, 30, num_pads, None).is_causal
 
 
 def test_no_mask_is_a_causal_one_for_a_single_query_only() -> None:
-    assert seen_through(None, 1, 30) == Seen(is_causal=True, window=None)
-    assert not seen_through(None, 2, 30).is_causal
+    assert seen_through(None, 0, 1, 30, 0, None) == Seen(is_causal=True, window=None)
+    assert not seen_through(None, 0, 2, 30, 0, None).is_causal

@@ -256,12 +256,9 @@ def generate(
     return model.generate(input_ids, cache=cache, **{**defaults, **options})
 
 
-def whole_cache() -> DynamicCache:
-    """A ``DynamicCache`` that keeps what has left a window too, as ``PagedCache`` does.
-
-    Attention then runs over arrays of the same shape, so that logits can be compared bit for bit.
-    """
-    return DynamicCache()
+def usual_cache(model: PreTrainedModel) -> DynamicCache:
+    """What ``generate`` takes if it is given no cache."""
+    return DynamicCache(config=model.config)
 
 
 def largest_difference(one: Any, other: Any) -> float:

@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from pagedkv_adapters.transformers.tensors import no_gradient, to_numpy, to_torch
+from pagedkv_adapters.transformers.tensors import no_gradient
 from pagedkv_adapters.transformers.whole_attention import (
     Attended,
     attend_whole,
@@ -24,6 +24,13 @@ ATTENTION_NAME = "pagedkv"
 """What ``attn_implementation`` is to be."""
 MAX_QUERIES = 16
 """More tokens at once are attended by torch, over gathered pages."""
+MAX_GATHERED_NBYTES = 2**24
+"""So much of a layer of a half type is gathered, to be attended by torch, for the sake of its bits.
+
+torch rounds weights to the half type before it multiplies values with them, and kernels do not: a
+token more or less likely by a bit in the last place may be another token. Where a context takes
+more than this, which is what kernels take to read pages from disk, bounded memory comes first.
+"""
 
 _PAGES = "_pagedkv_pages"
 _NOT_OVER_PAGES = ("s_aux", "sinks", "head_mask", "position_bias", "indices", "block_indices")
@@ -89,15 +96,10 @@ def paged_attention(
         wants_weights = wants_weights or cache.wants_weights
         obstacle = _obstacle(module, dropout, softcap, kwargs, wants_weights)
         if not is_whole:
-            seen = cache.seen_through(attention_mask, query.shape[2])
-            if obstacle is None and seen.is_causal:
-                out = cache.sequence.attend(
-                    layer, to_numpy(query), scaling, window=seen.window, soft_cap=softcap
-                )
-                attended = to_torch(out)
-                if not query.is_cpu:
-                    attended = attended.to(query.device)
-                return no_gradient(attended, query, key, value), None
+            if obstacle is None:
+                attended = cache.attend(layer, query, attention_mask, scaling, softcap)
+                if attended is not None:
+                    return no_gradient(attended, query, key, value), None
             obstacle = obstacle or "a mask of its own"
             key, value = cache.gather_layer(layer, key, value)
         if obstacle is not None:
@@ -134,27 +136,46 @@ class Seen(NamedTuple):
     window: int | None
 
 
-def seen_through(mask: torch.Tensor | None, num_queries: int, num_tokens: int) -> Seen:
-    """What the last ``num_queries`` of ``num_tokens`` tokens see through a mask.
+def seen_through(
+    mask: torch.Tensor | None,
+    row: int,
+    num_queries: int,
+    num_tokens: int,
+    num_pads: int,
+    window: int | None,
+) -> Seen:
+    """What the last ``num_queries`` of ``num_tokens`` tokens of a row see through a mask.
 
     Args:
-        mask: ``(1, 1, query, token)``, booleans or what is added to the scores; None is taken for
-            a causal one.
+        mask: ``(row, 1, query, token)``, or one row for all, of the last tokens; booleans or what
+            is added to the scores. None is taken for one that shows one query all that the layer
+            shows it.
+        row: Which row.
         num_queries: How many tokens are attended.
-        num_tokens: How many there are.
+        num_tokens: How many there are, pads included.
+        num_pads: How many of the tokens are pads, which stand before the others.
+        window: The layer's.
     """
     if mask is None:
-        return Seen(is_causal=num_queries == 1, window=None)
-    if mask.shape != (1, 1, num_queries, num_tokens):
+        return Seen(is_causal=num_queries == 1 and not num_pads, window=window)
+    first = num_tokens - mask.shape[3]
+    if mask.shape[1:3] != (1, num_queries) or first < 0:
         return Seen(is_causal=False, window=None)
-    visible = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
-    if mask.dtype != torch.bool and (mask[0, 0][~visible] > torch.finfo(mask.dtype).min / 2).any():
+    num_past = num_tokens - num_queries
+    numbers = mask[min(row, len(mask) - 1), 0, max(0, num_pads - num_past) :]
+    visible = numbers if mask.dtype == torch.bool else numbers == 0
+    if mask.dtype != torch.bool and (numbers[~visible] > torch.finfo(mask.dtype).min / 2).any():
         return Seen(is_causal=False, window=None)
-    window = int(visible[-1].sum())
-    past = num_tokens - num_queries
-    expected = torch.ones_like(visible).tril(past).triu(past - window + 1)
-    is_causal = torch.equal(visible, expected)
-    return Seen(is_causal=is_causal, window=None if window == num_tokens else window)
+    if not len(visible):
+        return Seen(is_causal=True, window=None)
+    num_seen = int(visible[-1].sum())
+    last = mask.shape[3] - len(visible)
+    expected = torch.ones_like(visible).tril(last).triu(last - num_seen + 1)
+    expected[:, : max(0, num_pads - first)] = False
+    is_within = first == 0 or num_seen <= last + 1  # what the mask leaves out is not seen
+    is_causal = is_within and torch.equal(visible, expected)
+    sees_all = num_seen == num_tokens - num_pads
+    return Seen(is_causal=is_causal, window=None if sees_all else num_seen)
 
 
 def _obstacle(

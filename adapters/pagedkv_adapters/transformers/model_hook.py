@@ -1,13 +1,16 @@
 """The hooks on a model: they show a ``PagedCache`` every forward pass that is given it."""
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedModel
 
 from pagedkv_adapters.transformers.attention import ATTENTION_NAME, warn_once
+from pagedkv_adapters.transformers.forward_input import read_input
 
 if TYPE_CHECKING:
     from pagedkv_adapters.transformers.paged_cache import PagedCache
@@ -15,8 +18,25 @@ if TYPE_CHECKING:
 _MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")
 """How the arguments begin by which models take what is no text."""
 
+_BY_COLUMN = ("input_ids", "position_ids")
+"""Arguments whose last axis is that of the columns to compute."""
+_OF_A_PASS = (
+    *_BY_COLUMN,
+    "attention_mask",
+    "cache",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+)
+"""Arguments that are known to ask for nothing but the logits of the last columns."""
+
 _attends: WeakKeyDictionary[PreTrainedModel, bool | None] = WeakKeyDictionary()
 """Whether a model attends to what its cache returns; None until a forward pass has shown it."""
+
+
+_takes_positions: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+"""Whether a model's forward pass knows the argument ``position_ids``."""
 
 
 def watch(model: PreTrainedModel, cache_type: "type[PagedCache]") -> None:
@@ -24,6 +44,7 @@ def watch(model: PreTrainedModel, cache_type: "type[PagedCache]") -> None:
     if model in _attends:
         return
     _attends[model] = None
+    _takes_positions[model] = "position_ids" in inspect.signature(model.forward).parameters
     model.register_forward_pre_hook(partial(_before_forward, cache_type), with_kwargs=True)
     model.register_forward_hook(partial(_after_forward, cache_type), with_kwargs=True)
 
@@ -33,10 +54,12 @@ def _before_forward(
     model: PreTrainedModel,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> None:
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     cache = _cache_among(cache_type, args, kwargs)
     if cache is None:
-        return
+        return None
+    cache.settle()
+    kwargs = _without_held(cache, kwargs)
     given = kwargs
     if args:
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
@@ -49,13 +72,23 @@ def _before_forward(
         )
     config = model.config.get_text_config(decoder=True)
     is_ours = getattr(config, "_attn_implementation", None) == ATTENTION_NAME
-    cache.begin_forward(
+    rows = read_input(
         given.get("input_ids"),
+        given.get("inputs_embeds"),
         given.get("attention_mask"),
         given.get("position_ids"),
+        past=cache.get_seq_length(),
+        takes_positions=_takes_positions[model],
+    )
+    num_kept = _num_kept(kwargs)
+    num_computed = cache.begin_forward(
+        rows,
+        partial(_compute, model, cache, kwargs, rows.past) if num_kept else None,
+        num_kept=num_kept,
         attends_to_pages=_attends.get(model) if is_ours else False,
         wants_weights=bool(given.get("output_attentions")),
     )
+    return args, _without_columns(kwargs, num_computed)
 
 
 def _after_forward(
@@ -82,3 +115,54 @@ def _cache_among(
     cache_type: "type[PagedCache]", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> "PagedCache | None":
     return next((v for v in (*args, *kwargs.values()) if isinstance(v, cache_type)), None)
+
+
+def _without_held(cache: "PagedCache", kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without the columns that the cache holds, if they begin with all of these.
+
+    Assisted decoding gives the whole prompt to a cache that may know its beginning.
+    """
+    ids, mask, past = kwargs.get("input_ids"), kwargs.get("attention_mask"), cache.get_seq_length()
+    if not past or ids is None or mask is None or mask.shape != ids.shape or ids.shape[1] <= past:
+        return kwargs
+    cache.require_held(ids)
+    return _without_columns(kwargs, past)
+
+
+def _without_columns(kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """The arguments of a forward pass without its first columns."""
+    if not count:
+        return kwargs
+    shorter = {n: kwargs[n][..., count:] for n in _BY_COLUMN if kwargs.get(n) is not None}
+    return kwargs | shorter
+
+
+def _num_kept(kwargs: dict[str, Any]) -> int:
+    """The last columns whose logits the caller wants; 0 if it may want something of all columns."""
+    num_kept = kwargs.get("logits_to_keep")
+    others = [
+        v for n, v in kwargs.items() if n not in _OF_A_PASS and v is not None and v is not False
+    ]
+    if others or not isinstance(num_kept, int) or kwargs.get("input_ids") is None:
+        return 0
+    return num_kept
+
+
+def _compute(
+    model: PreTrainedModel,
+    cache: "PagedCache",
+    kwargs: dict[str, Any],
+    past: int,
+    numbers: Sequence[int],
+    start: int,
+    stop: int,
+) -> None:
+    """Compute some columns of some rows of a forward pass with these arguments."""
+    index = torch.as_tensor(numbers, device=kwargs["input_ids"].device)
+    part = {n: kwargs[n] for n in _BY_COLUMN if kwargs.get(n) is not None}
+    part = {n: v[..., start - past : stop - past] for n, v in part.items()}
+    if kwargs.get("attention_mask") is not None:
+        part["attention_mask"] = kwargs["attention_mask"][:, :stop]
+    part = {n: v if len(v) == 1 else v[index] for n, v in part.items()}
+    name = next(n for n, v in kwargs.items() if v is cache)
+    model(**part, **{name: cache.only(numbers)}, use_cache=True, logits_to_keep=1)

@@ -1,5 +1,6 @@
-"""``PagedCache``: one sequence of a ``PagedKVCache`` in the shape that transformers expects."""
+"""``PagedCache``: sequences of a ``PagedKVCache`` in the shape that transformers expects."""
 
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -8,36 +9,44 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 import pagedkv as pk
+from pagedkv_adapters.transformers.answers import Padding, match_beams, match_rows
 from pagedkv_adapters.transformers.attention import (
     ATTENTION_NAME,
+    MAX_GATHERED_NBYTES,
     MAX_QUERIES,
     Pages,
     Seen,
     mark,
     seen_through,
 )
+from pagedkv_adapters.transformers.forward_input import ForwardInput
 from pagedkv_adapters.transformers.model_hook import watch
 from pagedkv_adapters.transformers.model_spec import spec_for
 from pagedkv_adapters.transformers.paged_layer import PagedLayer
+from pagedkv_adapters.transformers.row import Row
+from pagedkv_adapters.transformers.shared_prefill import MIN_SAVED_TOKENS, Compute, bring_level
 from pagedkv_adapters.transformers.tensors import no_gradient, to_numpy, to_torch
-from pagedkv_adapters.transformers.token_ids import (
-    UNKNOWN,
-    one_row,
-    require_equal,
-    with_unknown,
-)
+from pagedkv_adapters.transformers.token_ids import as_rows, pads_of, require_equal
 
 
 class PagedCache(Cache):
-    """The KV of one sequence in a ``PagedKVCache``, in the shape that transformers expects.
+    """The KV of a batch of sequences in a ``PagedKVCache``, in the shape that transformers expects.
 
     Use it as ``model.generate(input_ids, cache=cache)``, then ``commit`` the output, so that
-    prompt and answer can be reused. One sequence (batch of 1), greedy search or sampling, no
-    padding: a hook on the model looks at each forward pass that is given a ``PagedCache`` and
-    refuses, before anything is computed, what would put wrong numbers under a prompt's key.
+    prompts and answers can be reused. It takes what ``generate`` does: greedy search, sampling,
+    beams, several returned sequences, batches with pads on the left, prompt lookup and assisted
+    decoding, prefill in chunks.
+
+    Pads are not kept: a prompt in a padded batch has the pages that it has alone. Rows that are
+    equal so far, as beams are at first, are one sequence; once they part they share the pages
+    before that. Where the caller wants the last logits only, as ``generate`` does, what rows have
+    in common is computed once.
+
+    A hook on the model looks at each forward pass that is given a ``PagedCache`` and refuses,
+    before anything is computed, what would put wrong numbers under a prompt's key.
 
     With ``attn_implementation="pagedkv"`` the model attends to the pages where they are; with any
     other, each layer's are gathered first. So they are for models that cannot attend to pages,
@@ -47,8 +56,9 @@ class PagedCache(Cache):
 
     Args:
         model: The model that will use it.
-        kv: The cache that holds the pages, made for ``spec_for(model)``.
-        sequence: What it starts from; an empty sequence by default.
+        kv: The cache that holds the pages, made for ``spec_for(model)``. Many caches may share
+            it, in several threads.
+        sequence: What it starts from; an empty sequence by default. The cache owns it from then on.
         model_fingerprint: The one given to ``spec_for``, if any.
 
     Raises:
@@ -63,26 +73,9 @@ class PagedCache(Cache):
         sequence: pk.Sequence | None = None,
         model_fingerprint: str | None = None,
     ) -> None:
-        if len(kv.specs) > 1:
-            raise ValueError(f"kv has {len(kv.specs)} specs: PagedCache needs a cache with one")
-        self.kv = kv
-        spec = spec_for(model, kv.specs[0].page_tokens, model_fingerprint)
-        spec.require_equal(kv.specs[0], "the PagedKVCache")
-        self.sequence = kv.open_sequence() if sequence is None else sequence
-        self.num_reused_tokens = self.sequence.num_tokens
-        """Tokens of the prompt whose KV was found in pool or store."""
-        self._prompt = with_unknown(self.sequence.tokens, self.num_reused_tokens)
-        self._seen = self._prompt  # ids of the tokens that the sequence holds
-        self._gathered: AbstractContextManager[Any] | None = None  # what the last call returned
-        self.wants_weights = False
-        """Whether this forward pass returns the weights of its attention."""
-        self._attends_to_pages: bool | None = False
-        self._marked: int | None = None  # the layer whose keys' attention is still to come
-        self._past = 0  # tokens before those that this forward pass appends
-        self._arrived: dict[int, bool] = {}  # layers whose keys did, and whether as returned
-        self._masks: list[tuple[torch.Tensor | None, Seen]] = []  # of this forward pass
-        watch(model, PagedCache)
-        super().__init__(layers=[PagedLayer(self, layer) for layer in range(spec.num_layers)])
+        check_spec(model, kv, model_fingerprint)
+        row = Row(kv.open_sequence() if sequence is None else sequence)
+        self._start(model, kv, [row])
 
     @classmethod
     def from_prompt(
@@ -92,71 +85,128 @@ class PagedCache(Cache):
         kv: pk.PagedKVCache,
         salt: bytes = b"",
         model_fingerprint: str | None = None,
+        attention_mask: torch.Tensor | npt.ArrayLike | None = None,
     ) -> Self:
-        """A cache that begins with the longest prefix of the prompt that pool or store hold.
+        """A cache that begins with the longest prefix of each prompt that pool or store hold.
 
-        At least one token is left for the model to compute.
+        At least one token of each is left for the model to compute.
 
         Args:
             model: The model that will use it.
-            input_ids: The prompt, ``(1, token)`` or ``(token,)``; give ``generate`` the same.
+            input_ids: The prompts, ``(row, token)`` or ``(token,)``; give ``generate`` the same.
             kv: The cache that holds the pages.
             salt: The tenant's; prefixes are shared under an equal salt only.
             model_fingerprint: The one given to ``spec_for``, if any.
+            attention_mask: ``(row, token)``, 0 for the pads on the left; without it there are none.
 
         Raises:
-            ValueError: ``input_ids`` are not one row of at least one token.
+            ValueError: A row of ``input_ids`` has no token, or the mask does not fit.
             SpecMismatchError: ``kv`` holds the KV of other weights, or of another geometry.
         """
-        ids = one_row(input_ids, "input_ids")
-        if not len(ids):
-            raise ValueError("input_ids hold no token: a prompt needs at least one")
-        sequence = kv.open_sequence(ids, salt=salt)
+        check_spec(model, kv, model_fingerprint)
+        ids = as_rows(input_ids, "input_ids")
+        num_pads = pads_of(attention_mask, ids.shape)
+        if (num_pads == ids.shape[1]).any():
+            raise ValueError("input_ids hold a row without a token: a prompt needs at least one")
+        rows: list[Row] = []
         try:
-            sequence.truncate(min(sequence.num_tokens, len(ids) - 1))
-            cache = cls(model, kv, sequence, model_fingerprint)
-            cache._prompt = ids
-            return cache
+            for row_ids, pads in zip(ids, num_pads.tolist(), strict=True):
+                prompt = row_ids[pads:]
+                sequence = kv.open_sequence(prompt, salt=salt)
+                rows.append(Row(sequence, prompt, pads))
+                rows[-1].truncate(min(sequence.num_tokens, len(prompt) - 1))
+            return cls._over(model, kv, rows)
         except BaseException:
-            sequence.close()
+            for row in rows:
+                row.close()
             raise
 
-    def commit(self, output_ids: torch.Tensor | npt.ArrayLike) -> None:
-        """Make prompt and answer reusable by other prompts.
+    @classmethod
+    def _over(cls, model: PreTrainedModel, kv: pk.PagedKVCache, rows: Seq[Row]) -> Self:
+        """A cache over rows that are there, for a model that has been checked."""
+        cache = cls.__new__(cls)
+        cache._start(model, kv, rows)
+        return cache
+
+    def _start(self, model: PreTrainedModel, kv: pk.PagedKVCache, rows: Seq[Row]) -> None:
+        self.kv = kv
+        self._model = model
+        self._set_rows(rows)  # a row that occurs more than once is one sequence
+        self._prompts = tuple(rows)
+        self._past = 0  # columns before those that this forward pass appends
+        self._is_reordered = False
+        self._gathered: AbstractContextManager[Any] | None = None  # what the last call returned
+        self.wants_weights = False
+        """Whether this forward pass returns the weights of its attention."""
+        self._attends_to_pages: bool | None = False
+        self._marked: int | None = None  # the layer whose keys' attention is still to come
+        self._arrived: dict[int, bool] = {}  # layers whose keys did, and whether as returned
+        self._masks: list[tuple[torch.Tensor | None, int | None, list[Seen]]] = []
+        watch(model, PagedCache)
+        windows = windows_of(model)
+        super().__init__(layers=[PagedLayer(self, at, one) for at, one in enumerate(windows)])
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens of the prompts whose KV was found in pool or store, summed over the rows."""
+        return sum(row.num_reused_tokens for row in self._prompts)
+
+    @property
+    def sequences(self) -> tuple[pk.Sequence, ...]:
+        """The sequence of each row; rows that are equal so far have the same."""
+        return tuple(row.sequence for row in self._rows)
+
+    @property
+    def sequence(self) -> pk.Sequence:
+        """The only sequence; ``ValueError`` if there are several."""
+        if len(self._distinct) > 1:
+            raise ValueError(f"the cache holds {len(self._distinct)} sequences: take sequences")
+        return self._rows[0].sequence
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
+    def commit(
+        self, output_ids: torch.Tensor | npt.ArrayLike, pad_token_id: int | None = None
+    ) -> None:
+        """Make prompts and answers reusable by other prompts.
+
+        Pads get no key. After beam search, whose beams go on while others are finished, what the
+        cache still holds of the returned sequences is made reusable: their prompt at least.
 
         Args:
-            output_ids: What ``generate`` returned: prompt and answer, ``(1, token)`` or
+            output_ids: What ``generate`` returned: prompts and answers, ``(row, token)`` or
                 ``(token,)``. The last token may be one whose KV was not computed.
+            pad_token_id: What stands behind answers that are shorter than others; by default what
+                the model's ``generation_config`` says.
 
         Raises:
-            ValueError: The ids are not one row, too few, or not those that the model was given.
+            ValueError: The rows are not those of the cache, too short, or not what the model was
+                given. Nothing has changed then.
         """
-        self._settle()
-        ids = one_row(output_ids, "output_ids")
-        num_tokens = self.sequence.num_tokens
-        if len(ids) < num_tokens:
-            raise ValueError(
-                f"output_ids hold {len(ids)} tokens, but the cache {num_tokens}: give all ids "
-                "that generate returned, the prompt included"
-            )
-        seen = with_unknown(self._seen, num_tokens)
-        if (seen == UNKNOWN).any():
-            raise ValueError(
-                f"{int((seen == UNKNOWN).sum())} of {num_tokens} tokens were not given as "
-                "input_ids (but as embeddings): their KV cannot be named by token ids"
-            )
-        require_equal(seen, ids, "output_ids", "the model was given")
-        self.sequence.commit(ids[:num_tokens])
+        self.settle()
+        outputs = as_rows(output_ids, "output_ids")
+        if self._is_reordered:
+            named = match_beams(self._distinct, outputs)
+        else:
+            pads = Padding.of(self._model, pad_token_id)
+            named = match_rows(self._rows, outputs, pads)
+        for row, ids in named:
+            row.commit(ids)
 
     def save(self) -> None:
-        """Store the whole sequence durably, the last, partial page too; ``commit`` it first."""
-        self._settle()
-        self.sequence.save()
+        """Store all sequences durably, the last, partial pages too; ``commit`` them first."""
+        self.settle()
+        for row in self._distinct:
+            row.save()
 
     def close(self) -> None:
         """Give up the pages; committed ones stay cached."""
         self._end_gather()
-        self.sequence.close()
+        for row in self._distinct:
+            row.close()
 
     def __enter__(self) -> Self:
         return self
@@ -169,59 +219,170 @@ class PagedCache(Cache):
     ) -> None:
         self.close()
 
+    # -- what transformers calls ---------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns, pads and tokens, that all rows hold."""
+        return min(row.num_columns for row in self._distinct)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to one layer; all keys and values of it, ``(row, head, token, channel)``.
+
+        The tensors are valid until the next call. Where the model attends to pages, they are those
+        of the new tokens only, marked for ``paged_attention``.
+
+        Raises:
+            ValueError: The batch has other rows, or the keys of the layer before were not attended.
+        """
+        if layer_idx == 0:
+            self.settle()
+        elif self._marked is not None:
+            self._check_attended()
+        self._end_gather()
+        shape = key_states.shape
+        num_rows = len(self._rows)
+        if len(shape) != 4 or shape[0] != num_rows or value_states.shape[0] != num_rows:
+            raise ValueError(
+                f"key_states have shape {tuple(shape)} and value_states "
+                f"{tuple(value_states.shape)}, but the cache holds {num_rows} rows: call the model "
+                "that the cache was made for, or batch_repeat_interleave first"
+            )
+        new = to_numpy(key_states), to_numpy(value_states)
+        for at, row in self._numbered:
+            num_pads = self._new_pads(row)
+            if num_pads < shape[2]:
+                k, v = (states[at, num_pads:] for states in new)
+                row.sequence.append_layer(layer_idx, k, v)
+        is_whole = not self._attends_to_pages or self._is_gathered(layer_idx, shape[2])
+        if is_whole:
+            if self._past:
+                key_states, value_states = self.gather_layer(layer_idx, key_states, value_states)
+            if self._attends_to_pages is False:
+                return key_states, value_states
+        else:
+            self._marked = layer_idx
+        return mark(key_states, Pages(self, layer_idx, value_states, is_whole)), value_states
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` columns."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop by {tokens_to_remove}: give 0 or a negative number")
+        self.settle()
+        num_left = self._past + tokens_to_remove
+        if num_left < 0:
+            raise ValueError(f"crop by {tokens_to_remove}: the cache holds {self._past} tokens")
+        for row in self._distinct:
+            row.truncate(min(row.num_tokens, max(0, num_left - row.num_pads)))
+
+    def reset(self) -> None:
+        """Drop all rows, and begin with an empty one."""
+        self.settle()
+        first, *others = self._distinct
+        first.forget_prompt()
+        for row in others:
+            row.close()
+        self._set_rows([first])
+        self._is_reordered = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Go on with these rows; one that occurs several times is forked when its copies differ."""
+        self._select(beam_idx)
+        self._is_reordered = True
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Go on with these rows, which numbers or booleans select; give up the others."""
+        self._select(torch.arange(len(self._rows))[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Go on with every row so many times, one beside the other."""
+        if repeats < 1:
+            raise ValueError(f"repeats is {repeats}: give 1 or more")
+        self.settle()
+        self._set_rows([row for row in self._rows for _ in range(repeats)])
+
+    # -- what the hook on the model calls ------------------------------------------------------
+
+    def settle(self) -> None:
+        """End the last gather, and drop what a forward pass that failed left in some layers.
+
+        Raises:
+            ClosedError: The cache is closed.
+        """
+        self._end_gather()
+        for row in self._distinct:
+            row.settle()
+        self._past = self.get_seq_length()
+        self._marked = None
+        self._arrived.clear()
+        self._masks.clear()
+
     def begin_forward(
         self,
-        input_ids: torch.Tensor | None,
-        attention_mask: object,
-        position_ids: torch.Tensor | None,
+        given: ForwardInput,
+        compute: Compute | None = None,
         *,
+        num_kept: int = 0,
         attends_to_pages: bool | None = False,
         wants_weights: bool = False,
-    ) -> None:
-        """Look at the arguments of a forward pass before it is computed.
+    ) -> int:
+        """Look at the rows of a forward pass before it is computed, after ``settle``.
 
         Args:
-            input_ids: What it is given.
-            attention_mask: The same.
-            position_ids: The same.
+            given: The rows; ``given.past`` is ``get_seq_length()``.
+            compute: Computes some of them ahead; None if that is not wanted.
+            num_kept: Columns at the end that the pass itself has to compute.
             attends_to_pages: Whether the model's attention is this package's; None if that is to
                 be found out in this pass, during which pages are gathered.
             wants_weights: Whether the pass is to return the weights of its attention.
 
+        Returns:
+            How many columns are computed by now, and are to be left out of the pass.
+
         Raises:
-            ValueError: There are several rows, hidden tokens, positions other than those that
-                follow, or other ids than those of the prompt.
+            ValueError: The rows are not those of the cache, or go on otherwise than announced.
         """
-        self._settle()
+        rows = self._spread(given)
+        for at, row in enumerate(rows):
+            row.require_pads(int(given.num_pads[at]), given.num_columns)
+            if given.ids is not None:
+                row.require_ids(given.ids[at], given.past)
+        self._set_rows(self._parted(rows, given))
+        for at, row in self._numbered:
+            row.place(int(given.num_pads[at]))
+            if given.ids is not None:
+                row.keep(given.ids[at], given.past)
+        if len(self._rows) > 1:
+            stop = given.num_columns - num_kept if compute else given.past
+            min_saved = MIN_SAVED_TOKENS[self.kv.specs[0].dtype]
+            self._past = bring_level(
+                self._rows, given, stop, compute or _compute_nothing, min_saved
+            )
+        for at, row in self._numbered:
+            if given.ids is None:
+                row.see_unknown()
+            else:
+                row.see(given.ids[at], given.past)
         self._attends_to_pages = attends_to_pages
         self.wants_weights = wants_weights
-        past = self._past
-        if input_ids is None:  # embeddings: their ids are unknown, and so is what commit gets
-            self._seen = self._seen[:past]
-            return
-        new = one_row(input_ids, "input_ids")
-        if not isinstance(attention_mask, torch.Tensor | None) or (
-            attention_mask is not None and attention_mask.ndim != 2
-        ):
-            raise ValueError(
-                "attention_mask must be (1, token), of ones, or left out: PagedCache cannot tell "
-                "what another mask hides"
-            )
-        if attention_mask is not None and not attention_mask.all():
-            raise ValueError(
-                f"attention_mask hides {int((attention_mask == 0).sum())} tokens: PagedCache takes "
-                "unpadded prompts only; if none is padding, give "
-                "attention_mask=torch.ones_like(input_ids)"
-            )
-        expected = np.arange(past, past + len(new))
-        if position_ids is not None and not (position_ids.cpu().numpy() == expected).all():
-            raise ValueError(
-                f"position_ids are not {past}..{past + len(new) - 1}, which follow on the "
-                f"{past} tokens that the cache holds: PagedCache takes unpadded prompts, and "
-                "another prompt takes another PagedCache"
-            )
-        require_equal(self._prompt[past:], new, "input_ids", "from_prompt was given", at=past)
-        self._seen = np.concatenate([with_unknown(self._seen, past), new])
+        return self._past - given.past
+
+    def require_held(self, input_ids: torch.Tensor) -> None:
+        """``ValueError`` if whole rows do not begin with the tokens that the cache holds."""
+        ids = as_rows(input_ids, "input_ids")
+        for at, row_ids in enumerate(ids):
+            row = self._rows[at * len(self._rows) // len(ids)]
+            require_equal(row.seen, row_ids[row.num_pads :], "input_ids", "the cache holds")
+
+    def only(self, numbers: Seq[int]) -> "PagedCache":
+        """A cache over some of the rows, to compute what is theirs; it is not to be closed."""
+        return PagedCache._over(self._model, self.kv, [self._rows[at] for at in numbers])
 
     def end_forward(self) -> bool | None:
         """Look at what a forward pass did after it was computed.
@@ -239,68 +400,84 @@ class PagedCache(Cache):
             [True] * len(self.layers)
         )
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to one layer; all keys and values of it, ``(1, head, token, channel)``.
-
-        The tensors are valid until the next call. Where the model attends to pages, they are those
-        of the new tokens only, marked for ``paged_attention``.
-
-        Raises:
-            ValueError: The batch is not 1, or the keys of the layer before were not attended.
-        """
-        if layer_idx == 0:
-            self._settle()
-        elif self._marked is not None:
-            self._check_attended()
-        self._end_gather()
-        shape = key_states.shape
-        if len(shape) != 4 or shape[0] != 1 or value_states.shape[0] != 1:
-            raise ValueError(
-                f"key_states have shape {tuple(shape)} and value_states "
-                f"{tuple(value_states.shape)}: PagedCache holds one sequence, so the batch (beams, "
-                "returned sequences) must be 1"
-            )
-        self.sequence.append_layer(layer_idx, to_numpy(key_states), to_numpy(value_states))
-        is_whole = not (self._attends_to_pages and self._past and shape[2] <= MAX_QUERIES)
-        if is_whole:
-            if self._past:
-                key_states, value_states = self.gather_layer(layer_idx, key_states, value_states)
-            if self._attends_to_pages is False:
-                return key_states, value_states
-        else:
-            self._marked = layer_idx
-        return mark(key_states, Pages(self, layer_idx, value_states, is_whole)), value_states
+    # -- what attention calls ------------------------------------------------------------------
 
     def gather_layer(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of a layer, ``(1, head, token, channel)``, valid until the next call.
+        """Keys and values of a layer, ``(row, head, token, channel)``, until the next call.
+
+        They are those of all tokens, or of what a window can show. Pads that are not among the
+        new columns are zeros.
 
         Args:
             layer: Which layer.
             keys: The newest of them, which the layer holds already.
             values: The same.
         """
-        if keys.shape[2] > 1:
+        first = self._layer(layer).first_column(self._past)
+        if len(self._rows) > 1 or self._rows[0].num_pads:
+            k, v = self._gather_rows(layer, keys, values, first)
+        elif keys.shape[2] > 1:
             with self.sequence.gather(layer, self._past) as held:
-                before = [to_torch(array).transpose(1, 2).to(keys.device) for array in held]
-                k = torch.cat([before[0], keys], dim=2)
-                v = torch.cat([before[1], values], dim=2)
+                before = [to_torch(array[None, first:]).transpose(1, 2) for array in held]
+                k = torch.cat([before[0].to(keys.device), keys], dim=2)
+                v = torch.cat([before[1].to(keys.device), values], dim=2)
         else:
             self._gathered = self.sequence.gather(layer)
             held = self._gathered.__enter__()
-            k, v = (to_torch(array).transpose(1, 2).to(keys.device) for array in held)
+            k, v = (to_torch(array[None, first:]).transpose(1, 2).to(keys.device) for array in held)
             if layer == len(self.layers) - 1:
                 k, v = k.clone(), v.clone()  # no call follows that would end the gather
                 self._end_gather()
         return no_gradient(k, keys), no_gradient(v, values)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scale: float | None,
+        soft_cap: float | None,
+    ) -> torch.Tensor | None:
+        """Attention of the newest tokens, ``(row, token, head, channel)``, to the pages.
+
+        Args:
+            layer: Of which layer.
+            query: ``(row, head, token, channel)``.
+            attention_mask: Says what they see.
+            scale: Factor on the scores.
+            soft_cap: Scores are capped to it.
+
+        Returns:
+            None if the mask is neither causal nor a window. Pads get zeros.
+        """
+        num_new = query.shape[2]
+        seen = self._seen_through(attention_mask, num_new, self._layer(layer).window)
+        if not all(one.is_causal for one in seen):
+            return None
+        queries = to_numpy(query)
+        if len(self._rows) == 1 and not self._rows[0].num_pads:
+            out = self._rows[0].sequence.attend(
+                layer, queries[0], scale, window=seen[0].window, soft_cap=soft_cap
+            )[None]
+        else:
+            out = np.zeros_like(queries)
+            number_of = {id(row): at for at, row in self._numbered}
+            for at, row in enumerate(self._rows):
+                num_pads = self._new_pads(row)
+                first = number_of[id(row)]
+                if first != at:
+                    out[at] = out[first]
+                elif num_pads < num_new:
+                    out[at, num_pads:] = row.sequence.attend(
+                        layer,
+                        queries[at, num_pads:],
+                        scale,
+                        window=seen[at].window,
+                        soft_cap=soft_cap,
+                    )
+        return to_torch(out).to(query.device)
 
     def note_attention(self, layer: int, *, is_untouched: bool) -> None:
         """What ``update`` returned came to ``paged_attention``.
@@ -321,29 +498,113 @@ class PagedCache(Cache):
         if self._attends_to_pages is None:
             self._arrived[layer] = is_untouched and self._arrived.get(layer, True)
 
-    def seen_through(self, mask: torch.Tensor | None, num_queries: int) -> Seen:
-        """What the newest tokens see through a mask; computed once for all layers that share it."""
-        for known, seen in self._masks:
-            if known is mask:
+    # -- inside --------------------------------------------------------------------------------
+
+    def _set_rows(self, rows: Seq[Row]) -> None:
+        self._rows = list(rows)
+        numbers = {id(row): at for at, row in reversed(list(enumerate(rows)))}
+        self._numbered = sorted(((at, rows[at]) for at in numbers.values()), key=lambda one: one[0])
+        self._distinct = [row for _, row in self._numbered]
+
+    def _spread(self, given: ForwardInput) -> list[Row]:
+        """The row of each row of the input, of which there may be several for each of the cache."""
+        repeats, left_over = divmod(given.num_rows, len(self._rows))
+        if left_over or not repeats:
+            raise ValueError(
+                f"the forward pass has {given.num_rows} rows, but the cache holds "
+                f"{len(self._rows)}: select some with batch_select_indices, or make another "
+                "PagedCache"
+            )
+        return [row for row in self._rows for _ in range(repeats)]
+
+    def _parted(self, rows: Seq[Row], given: ForwardInput) -> list[Row]:
+        """``rows``, of which those that go on in different ways are different sequences now."""
+        parted: dict[tuple[int, int, bytes], Row] = {}
+        known: set[int] = set()
+        try:
+            for at, row in enumerate(rows):
+                way = _way_on(given, at)
+                if (id(row), *way) not in parted:
+                    parted[id(row), *way] = row.fork() if id(row) in known else row
+                    known.add(id(row))
+        except BaseException:
+            for row in parted.values():
+                if id(row) not in known:
+                    row.close()
+            raise
+        return [parted[id(row), *_way_on(given, at)] for at, row in enumerate(rows)]
+
+    def _select(self, numbers: torch.Tensor) -> None:
+        self.settle()
+        rows = [self._rows[number] for number in numbers.tolist()]
+        if not rows:
+            raise ValueError("no row is selected: a PagedCache holds at least one")
+        given_up = {id(row): row for row in self._distinct}
+        for row in rows:
+            given_up.pop(id(row), None)
+        self._set_rows(rows)
+        for row in given_up.values():
+            row.close()
+
+    def _new_pads(self, row: Row) -> int:
+        """Pads among the columns of this forward pass."""
+        return max(0, row.num_pads - self._past)
+
+    def _gather_rows(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``gather_layer`` of a batch from that column on: tensors of its own."""
+        num_rows, num_heads, num_new, _ = keys.shape
+        num_past = self._past - first
+        whole = []
+        for states in (keys, values):
+            shape = (num_rows, num_past + num_new, num_heads, states.shape[3])
+            whole.append(torch.empty(shape, dtype=states.dtype).transpose(1, 2))
+            whole[-1][:, :, num_past:] = states
+        arrays = [to_numpy(states) for states in whole]
+        number_of = {id(row): at for at, row in self._numbered}
+        for at, row in enumerate(self._rows):
+            source = number_of[id(row)]
+            if source != at:
+                for array in arrays:
+                    array[at, :num_past] = array[source, :num_past]
+                continue
+            num_pads = min(max(0, row.num_pads - first), num_past)
+            start = max(0, first - row.num_pads)
+            with row.sequence.gather(layer, num_past - num_pads + start) as held:
+                for array, past in zip(arrays, held, strict=True):
+                    array[at, :num_pads] = 0
+                    array[at, num_pads:num_past] = past[start:]
+        return whole[0].to(keys.device), whole[1].to(keys.device)
+
+    def _is_gathered(self, layer: int, num_new: int) -> bool:
+        """Whether torch attends to gathered pages, though the model's attention knows pages."""
+        if not self._past or num_new > MAX_QUERIES:
+            return True
+        spec = self.kv.specs[0]
+        num_columns = self._past + num_new - self._layer(layer).first_column(self._past)
+        nbytes = len(self._rows) * num_columns * spec.layer_nbytes // spec.page_tokens
+        return spec.dtype != "float32" and nbytes <= MAX_GATHERED_NBYTES
+
+    def _layer(self, layer: int) -> PagedLayer:
+        found = self.layers[layer]
+        assert isinstance(found, PagedLayer)
+        return found
+
+    def _seen_through(
+        self, mask: torch.Tensor | None, num_queries: int, window: int | None
+    ) -> list[Seen]:
+        """What the newest tokens of each row see; computed once for layers that share a mask."""
+        for known, known_window, seen in self._masks:
+            if known is mask and known_window == window:
                 return seen
-        seen = seen_through(mask, num_queries, self._past + num_queries)
-        self._masks.append((mask, seen))
+        num_tokens = self._past + num_queries
+        seen = [
+            seen_through(mask, at, num_queries, num_tokens, row.num_pads, window)
+            for at, row in enumerate(self._rows)
+        ]
+        self._masks.append((mask, window, seen))
         return seen
-
-    def reset(self) -> None:
-        """Drop all tokens."""
-        self._settle()
-        self.sequence.truncate(0)
-        self._prompt = self._seen = self._prompt[:0]
-
-    def _settle(self) -> None:
-        """End the last gather, and drop what a forward pass that failed left in some layers."""
-        self._end_gather()
-        self._past = self.sequence.num_tokens
-        self.sequence.truncate(self._past)
-        self._marked = None
-        self._arrived.clear()
-        self._masks.clear()
 
     def _end_gather(self) -> None:
         if self._gathered is not None:
@@ -357,3 +618,30 @@ class PagedCache(Cache):
                 f"the model did not attend to layer {self._marked} by {ATTENTION_NAME!r}, which it"
                 " was loaded with: load it with attn_implementation='sdpa'"
             )
+
+
+def check_spec(model: PreTrainedModel, kv: pk.PagedKVCache, model_fingerprint: str | None) -> None:
+    """Raise unless ``kv`` holds the KV of that model, as the class's docstring says."""
+    if len(kv.specs) > 1:
+        raise ValueError(f"kv has {len(kv.specs)} specs: PagedCache needs a cache with one")
+    spec = spec_for(model, kv.specs[0].page_tokens, model_fingerprint)
+    spec.require_equal(kv.specs[0], "the PagedKVCache")
+
+
+def windows_of(model: PreTrainedModel) -> list[int | None]:
+    """The window of each layer, as ``DynamicCache`` knows it; None where there is none."""
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    return windows or [None] * config.num_hidden_layers
+
+
+def _way_on(given: ForwardInput, row: int) -> tuple[int, bytes]:
+    """What tells apart how rows go on; rows of embeddings are all different."""
+    if given.ids is None:
+        return row, b""
+    return int(given.num_pads[row]), given.ids[row].tobytes()
+
+
+def _compute_nothing(numbers: Seq[int], start: int, stop: int) -> None:
+    raise AssertionError(f"rows {numbers} were to compute {start}..{stop}")

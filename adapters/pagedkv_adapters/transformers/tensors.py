@@ -9,25 +9,25 @@ import torch
 
 
 def to_numpy(states: torch.Tensor) -> npt.NDArray[Any]:
-    """``(1, head, token, channel)`` as ``(token, head, channel)``: a view."""
+    """``(row, head, token, channel)`` as ``(row, token, head, channel)``: a view."""
     if states.requires_grad or not states.is_cpu:
         states = states.detach().cpu()
     if states.dtype == torch.bfloat16:
         array: npt.NDArray[Any] = states.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     else:
         array = states.numpy()
-    tokens: npt.NDArray[Any] = array[0].swapaxes(0, 1)
+    tokens: npt.NDArray[Any] = array.swapaxes(1, 2)
     return tokens
 
 
 def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
-    """``(token, head, channel)`` as ``(1, token, head, channel)``: a view, to be read only."""
+    """``(row, token, head, channel)`` as a tensor: a view, to be read only."""
     if not array.flags.writeable:
         array = array.view()
         array.flags.writeable = True  # torch knows no read-only tensors and warns
     if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array[None].view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array[None])
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def no_gradient(states: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:

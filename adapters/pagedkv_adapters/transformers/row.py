@@ -1,0 +1,158 @@
+"""``Row``: one sequence of a batch, behind the pads that align it with the others."""
+
+import numpy as np
+import numpy.typing as npt
+
+import pagedkv as pk
+from pagedkv_adapters.transformers.token_ids import (
+    UNKNOWN,
+    Ids,
+    num_common,
+    require_equal,
+    with_unknown,
+)
+
+
+class Row:
+    """One sequence of a batch: pads first, of which nothing is kept, then tokens.
+
+    Columns are what transformers counts: pads and tokens. A token's place in the sequence, and so
+    its position and its page, does not depend on the pads before it.
+
+    Args:
+        sequence: Holds the tokens' KV; the row owns it.
+        prompt: Ids of the tokens that are to come, those that the sequence holds included.
+        num_pads: Columns before the first token.
+    """
+
+    def __init__(self, sequence: pk.Sequence, prompt: Ids | None = None, num_pads: int = 0) -> None:
+        self.sequence = sequence
+        self.num_pads = num_pads
+        self.num_reused_tokens = sequence.num_tokens
+        """Tokens whose KV was there before any was computed."""
+        held = with_unknown(sequence.tokens, sequence.num_tokens)
+        self._prompt = held if prompt is None else prompt
+        self._is_placed = prompt is not None
+        self._seen = held
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all layers hold."""
+        return self.sequence.num_tokens
+
+    @property
+    def num_columns(self) -> int:
+        """Pads, and tokens that all layers hold."""
+        return self.num_pads + self.sequence.num_tokens
+
+    @property
+    def seen(self) -> Ids:
+        """Ids of the tokens that the row holds, some of them perhaps ``UNKNOWN``."""
+        return with_unknown(self._seen, self.num_tokens)
+
+    def require_pads(self, num_pads: int, num_columns: int) -> None:
+        """``ValueError`` if these cannot be the row's pads.
+
+        Args:
+            num_pads: Columns that a mask hides before the first that it shows.
+            num_columns: How many the mask covers; they may be pads all of them.
+        """
+        known = min(self.num_pads, num_columns)
+        is_open = not (self._is_placed or self.num_tokens)
+        if num_pads != known and not (is_open and num_pads > known):
+            raise ValueError(
+                f"attention_mask hides {num_pads} tokens before the first of a row, but the cache "
+                f"holds one behind {known}: give from_prompt the attention_mask that generate "
+                "gets, and another batch another PagedCache"
+            )
+
+    def require_ids(self, ids: Ids, column: int, source: str = "from_prompt was given") -> None:
+        """``ValueError`` if the prompt has other ids from that column on."""
+        at = max(0, column - self.num_pads)
+        new = ids[max(0, self.num_pads - column) :]
+        require_equal(self._prompt[at:], new, "input_ids", source, at=at)
+
+    def place(self, num_pads: int) -> None:
+        """Take the pads from a mask, where they were not known yet."""
+        if not (self._is_placed or self.num_tokens):
+            self.num_pads = max(self.num_pads, num_pads)
+
+    def keep(self, ids: Ids, column: int) -> None:
+        """Drop tokens that are held but are others than ``ids``, which begin at that column."""
+        at = max(0, column - self.num_pads)
+        if at < self.num_tokens:
+            new = ids[max(0, self.num_pads - column) :]
+            self.truncate(at + num_common(self.seen[at:], new))
+
+    def see(self, ids: Ids, column: int) -> None:
+        """Note the ids of the columns that are about to be computed."""
+        at = max(0, column - self.num_pads)
+        new = ids[max(0, self.num_pads - column) :]
+        self._seen = np.concatenate([with_unknown(self._seen, at), new])
+
+    def see_unknown(self) -> None:
+        """Note that the ids of what is about to be computed are not known."""
+        self._seen = self.seen
+
+    def settle(self) -> None:
+        """Drop what a forward pass that failed left in some layers."""
+        self.sequence.truncate(self.num_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first tokens only."""
+        self.sequence.truncate(num_tokens)
+        self.num_reused_tokens = min(self.num_reused_tokens, num_tokens)
+
+    def take_over(self, other: "Row", num_tokens: int) -> None:
+        """Hold the first tokens of another row, whose pages are shared, in place of the own."""
+        sequence = other.sequence.fork()
+        try:
+            sequence.truncate(num_tokens)
+        except BaseException:
+            sequence.close()
+            raise
+        self.sequence.close()
+        self.sequence = sequence
+        self._seen = other.seen[:num_tokens]
+
+    def fork(self) -> "Row":
+        """Another row that holds the same tokens; pages are shared until one of them writes."""
+        row = Row(self.sequence.fork(), self._prompt, self.num_pads)
+        row.num_reused_tokens = self.num_reused_tokens
+        row._is_placed = self._is_placed
+        row._seen = self._seen
+        return row
+
+    def forget_prompt(self) -> None:
+        """Drop all tokens, and what was announced of them."""
+        self.truncate(0)
+        self.num_pads = 0
+        self._is_placed = False
+        self._prompt = self._seen = self._prompt[:0]
+
+    def commit(self, ids: npt.NDArray[np.int64]) -> None:
+        """Name the first tokens of the row, as they were seen."""
+        self.sequence.commit(ids)
+
+    def require_known(self) -> None:
+        """``ValueError`` if the ids of some tokens were never seen."""
+        unknown = int((self.seen == UNKNOWN).sum())
+        if unknown:
+            raise ValueError(
+                f"{unknown} of {self.num_tokens} tokens were not given as input_ids (but as "
+                "embeddings): their KV cannot be named by token ids"
+            )
+
+    def save(self) -> None:
+        """Store the tokens that are named durably, the last, partial page too."""
+        num_named = len(self.sequence.tokens)
+        if not num_named or num_named == self.num_tokens:
+            self.sequence.save()
+            return
+        with self.sequence.fork() as named:  # pads behind an answer are held, but have no name
+            named.truncate(num_named)
+            named.save()
+
+    def close(self) -> None:
+        """Give up the pages."""
+        self.sequence.close()

@@ -59,11 +59,10 @@ def _before_forward(
     if cache is None:
         return None
     cache.settle()
-    kwargs = _without_held(cache, kwargs)
-    given = kwargs
     if args:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
+        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        kwargs = {**bound, **bound.pop("kwargs", {})}
+    given = _without_held(cache, kwargs)
     media = [n for n, v in given.items() if n.startswith(_MEDIA) and v is not None]
     if media:
         raise ValueError(
@@ -80,15 +79,15 @@ def _before_forward(
         past=cache.get_seq_length(),
         takes_positions=_takes_positions[model],
     )
-    num_kept = _num_kept(kwargs)
+    num_kept = _num_kept(given)
     num_computed = cache.begin_forward(
         rows,
-        partial(_compute, model, cache, kwargs, rows.past) if num_kept else None,
+        partial(_compute, model, cache, given, rows.past) if num_kept else None,
         num_kept=num_kept,
         attends_to_pages=_attends.get(model) if is_ours else False,
         wants_weights=bool(given.get("output_attentions")),
     )
-    return args, _without_columns(kwargs, num_computed)
+    return (), _without_columns(given, num_computed)
 
 
 def _after_forward(
@@ -122,8 +121,15 @@ def _without_held(cache: "PagedCache", kwargs: dict[str, Any]) -> dict[str, Any]
 
     Assisted decoding gives the whole prompt to a cache that may know its beginning.
     """
-    ids, mask, past = kwargs.get("input_ids"), kwargs.get("attention_mask"), cache.get_seq_length()
-    if not past or ids is None or mask is None or mask.shape != ids.shape or ids.shape[1] <= past:
+    ids, past = kwargs.get("input_ids"), cache.get_seq_length()
+    if not past or ids is None or ids.shape[-1] <= past:
+        return kwargs
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None:
+        is_whole = mask.shape == ids.shape
+    else:
+        is_whole = positions is not None and not positions[..., 0].any()
+    if not is_whole:
         return kwargs
     cache.require_held(ids)
     return _without_columns(kwargs, past)

@@ -134,6 +134,7 @@ class PagedCache(Cache):
         self._set_rows(rows)  # a row that occurs more than once is one sequence
         self._prompts = tuple(rows)
         self._past = 0  # columns before those that this forward pass appends
+        self._is_begun = False  # whether there is one
         self._is_reordered = False
         self._gathered: AbstractContextManager[Any] | None = None  # what the last call returned
         self.wants_weights = False
@@ -222,7 +223,9 @@ class PagedCache(Cache):
     # -- what transformers calls ---------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns, pads and tokens, that all rows hold."""
+        """Columns, pads and tokens, that all rows hold; in a forward pass, before it."""
+        if self._is_begun:
+            return self._past
         return min(row.num_columns for row in self._distinct)
 
     def update(
@@ -241,10 +244,9 @@ class PagedCache(Cache):
         Raises:
             ValueError: The batch has other rows, or the keys of the layer before were not attended.
         """
-        if layer_idx == 0:
+        if layer_idx == 0 and not self._is_begun:
             self.settle()
-        elif self._marked is not None:
-            self._check_attended()
+        self._check_attended()
         self._end_gather()
         shape = key_states.shape
         num_rows = len(self._rows)
@@ -318,6 +320,7 @@ class PagedCache(Cache):
         self._end_gather()
         for row in self._distinct:
             row.settle()
+        self._is_begun = False
         self._past = self.get_seq_length()
         self._marked = None
         self._arrived.clear()
@@ -369,6 +372,7 @@ class PagedCache(Cache):
                 row.see_unknown()
             else:
                 row.see(given.ids[at], given.past)
+        self._is_begun = True
         self._attends_to_pages = attends_to_pages
         self.wants_weights = wants_weights
         return self._past - given.past
@@ -394,6 +398,7 @@ class PagedCache(Cache):
             ValueError: The pass attended to the newest tokens of the last layer only.
         """
         self._check_attended()
+        self._is_begun = False
         if self._attends_to_pages is not None:
             return None
         return [self._arrived.get(layer) for layer in range(len(self.layers))] == (

@@ -4,14 +4,15 @@
 
 ``steps``: what a step does to all 30 layers of SmolLM2-135M in cache and attention alone, with
 random queries, keys and values; DynamicCache with torch's SDPA. ``generate``: ``model.generate`` of
-32 tokens behind a random prompt of 4,096, the prompt's forward pass included, with random weights
-of SmolLM2's shapes. Both use two threads and float32.
+32 tokens behind a random prompt of 512 or 4,096, the prompt's forward pass included, with random
+weights of SmolLM2's shapes. Both use two threads and float32.
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from measure.compare import Bench, Target, Unit, run
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -20,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import pagedkv as pk
 from pagedkv_adapters.transformers import PagedCache, spec_for
 from pagedkv_adapters.transformers.attention import paged_attention
+from pagedkv_adapters.transformers.forward_input import ForwardInput
 
 THREADS = 2
 MILLISECONDS = Unit(name="ms", amount=1e3, is_rate=False)
@@ -46,6 +48,15 @@ def model_of(num_layers: int, intermediate_size: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+def begin_forward(cache: PagedCache, num_new: int) -> None:
+    """What the hook on a model does before a forward pass."""
+    cache.settle()
+    past = cache.get_seq_length()
+    none = np.zeros(1, dtype=np.int64)
+    given = ForwardInput(ids=None, num_rows=1, num_pads=none, past=past, num_columns=past + num_new)
+    cache.begin_forward(given, attends_to_pages=True)
+
+
 class Steps:
     """Cache update and attention of every layer, for one token after the other."""
 
@@ -67,6 +78,8 @@ class Steps:
         out = []
         began = time.perf_counter()
         for _ in range(STEPS):
+            if isinstance(cache, PagedCache):
+                begin_forward(cache, 1)
             for layer in range(self._num_layers):
                 k, v = cache.update(*self._kv, layer)
                 out.append(attend(self._attention, self._q, k, v, None, scaling=0.125)[0])
@@ -90,7 +103,7 @@ def steps(bench: Bench) -> None:
             pk.PagedKVCache(spec_for(model), slots) as kv,
             PagedCache(model, kv) as ours,
         ):
-            ours.begin_forward(None, None, None, attends_to_pages=True)
+            begin_forward(ours, count)
             theirs = DynamicCache()
             work.fill(ours)
             work.fill(theirs)
@@ -113,9 +126,20 @@ def steps(bench: Bench) -> None:
 
 
 def generate(bench: Bench) -> None:
-    """A prompt of 4,096 tokens, and 32 tokens more."""
-    num_layers, num_tokens = bench.count(30, 2), bench.count(4096, 40)
+    """Prompts of 512 and 4,096 tokens, and 32 tokens more."""
+    num_layers = bench.count(30, 2)
     model = model_of(num_layers, 1536)
+    for num_tokens, attention, ratio in (
+        (512, "pagedkv", 1 / 1.05),
+        (512, "sdpa", 1 / 1.05),
+        (4096, "pagedkv", 1.0),
+    ):
+        _generate(bench, model, bench.count(num_tokens, 40), attention, ratio)
+
+
+def _generate(
+    bench: Bench, model: LlamaForCausalLM, num_tokens: int, attention: str, ratio: float
+) -> None:
     ids = torch.randint(1024, (1, num_tokens), generator=torch.Generator().manual_seed(0))
     options = {
         "attention_mask": torch.ones_like(ids),
@@ -132,17 +156,16 @@ def generate(bench: Bench) -> None:
         return time.perf_counter() - began
 
     def ours() -> float:
-        model.set_attn_implementation("pagedkv")
-        with (
-            pk.PagedKVCache(spec_for(model), -(-(num_tokens + 32) // 16)) as kv,
-            PagedCache.from_prompt(model, ids, kv) as cache,
-        ):
+        model.set_attn_implementation(attention)
+        with pk.PagedKVCache(spec_for(model), -(-(num_tokens + 32) // 16)) as kv:
             began = time.perf_counter()
-            found["ours"] = model.generate(ids, cache=cache, **options)
+            with PagedCache.from_prompt(model, ids, kv) as cache:
+                found["ours"] = model.generate(ids, cache=cache, **options)
             return time.perf_counter() - began
 
-    case = f"generate, {num_tokens} float32 and 32 more, {num_layers} layers"
-    bench.compare(case, MILLISECONDS, ours, {PEER: theirs}, targets={PEER: Target(ratio=1.0)})
+    num_layers = model.config.num_hidden_layers
+    case = f"generate, {num_tokens} float32 and 32 more, {num_layers} layers, {attention}"
+    bench.compare(case, MILLISECONDS, ours, {PEER: theirs}, targets={PEER: Target(ratio=ratio)})
     assert torch.equal(found["ours"], found[PEER]), "the tokens differ"
 
 

@@ -252,11 +252,14 @@ def test_a_model_that_changes_the_values_since_is_refused(tmp_path: Path) -> Non
     with open_cache(model, tmp_path / "cache.zarr") as kv, PagedCache(model, kv) as cache:
         module, states = model.model.layers[0].self_attn, torch.ones(1, 2, 1, 16)
         none = np.zeros(1, dtype=np.int64)
-        given = ForwardInput(ids=None, num_rows=1, num_pads=none, past=0, num_columns=1)
-        cache.begin_forward(given, attends_to_pages=True)
-        for layer in range(3):
-            cache.update(states, states, layer)
-        keys, values = cache.update(states, states, 0)
+        for past in (0, 1):
+            cache.settle()
+            given = ForwardInput(
+                ids=None, num_rows=1, num_pads=none, past=past, num_columns=past + 1
+            )
+            cache.begin_forward(given, attends_to_pages=True)
+            for layer in range(3 if past == 0 else 1):
+                keys, values = cache.update(states, states, layer)
         with pytest.raises(ValueError, match="changed the values of layer 0"):
             paged_attention(module, torch.ones(1, 4, 1, 16), keys, values * 2, None)
 

@@ -200,7 +200,9 @@ class PagedCache(Cache):
     def save(self) -> None:
         """Store all sequences durably, the last, partial pages too; ``commit`` them first."""
         self.settle()
-        for row in self._distinct:
+        # Beams that were not returned have no names: they are not to be found again.
+        committed = [row for row in self._distinct if row.is_committed]
+        for row in committed or self._distinct:
             row.save()
 
     def close(self) -> None:

@@ -34,6 +34,8 @@ class Row:
         self._prompt = held if prompt is None else prompt
         self._is_placed = prompt is not None
         self._seen = held
+        self.is_committed = False
+        """Whether tokens were named since the last forward pass."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,10 +91,12 @@ class Row:
         at = max(0, column - self.num_pads)
         new = ids[max(0, self.num_pads - column) :]
         self._seen = np.concatenate([with_unknown(self._seen, at), new])
+        self.is_committed = False
 
     def see_unknown(self) -> None:
         """Note that the ids of what is about to be computed are not known."""
         self._seen = self.seen
+        self.is_committed = False
 
     def settle(self) -> None:
         """Drop what a forward pass that failed left in some layers."""
@@ -133,6 +137,7 @@ class Row:
     def commit(self, ids: npt.NDArray[np.int64]) -> None:
         """Name the first tokens of the row, as they were seen."""
         self.sequence.commit(ids)
+        self.is_committed = True
 
     def require_known(self) -> None:
         """``ValueError`` if the ids of some tokens were never seen."""
@@ -146,7 +151,7 @@ class Row:
     def save(self) -> None:
         """Store the tokens that are named durably, the last, partial page too."""
         num_named = len(self.sequence.tokens)
-        if not num_named or num_named == self.num_tokens:
+        if not self.is_committed or num_named == self.num_tokens:
             self.sequence.save()
             return
         with self.sequence.fork() as named:  # pads behind an answer are held, but have no name

@@ -1,4 +1,4 @@
-"""The loop in numpy: its parts compute what they say."""
+"""The loop in numpy: it keeps the contract of adapters, and its parts compute what they say."""
 
 import math
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy_loop_contract import NumpyLoopContract
 
 import pagedkv as pk
 from pagedkv_adapters.numpy_loop import (
@@ -22,6 +23,11 @@ from pagedkv_adapters.numpy_loop import (
 )
 
 CONFIG = ModelConfig()
+
+
+@pytest.mark.usefixtures("no_fsync")
+class TestContract(NumpyLoopContract):
+    pass
 
 
 @pytest.fixture(scope="module")

@@ -262,3 +262,59 @@ def test_attention_experiment_on_a_real_model(
     assert curves["quest"].mass[at].mean() > curves["recent"].mass[at].mean()
     assert curves["quest"].error[at].mean() < curves["recent"].error[at].mean()
     assert curves["quest"].read[at] < 0.4
+
+
+@pytest.mark.torch
+@needs_torch
+def test_batch_rag(tmp_path: Path) -> None:
+    document, questions = tmp_path / "document.txt", tmp_path / "questions.txt"
+    document.write_text("a page of sixteen" * 60)
+    questions.write_text("one?\n\nanother one?\nthe third\n")
+    arguments = ["--tiny", "--document", str(document), "--questions", str(questions)]
+    arguments += ["--store", str(tmp_path / "cache.zarr")]
+    lines = run("batch_rag.py", *arguments)
+    common = 17 * 60 + len("\n\nQuestion: ")  # bytes, of which each is a token
+    prompts = [
+        common + len(f"{text}\nAnswer briefly.") for text in ("one?", "another one?", "the third")
+    ]
+    tokens = f"{sum(prompts):,} tokens of prompts"
+    width = max(prompts)
+    first, again = lines.index("first run"), lines.index("the same questions after a restart")
+    assert lines[first + 1] == f"  {tokens}, 0 of them reused"
+    num_computed = common + 3 * (width - common)  # the document in one row, then all rows
+    assert lines[first + 2] == f"  {num_computed:,} tokens of prompts and pads computed"
+    found = re.fullmatch(rf"  {tokens}, ([0-9,]+) of them reused", lines[again + 1])
+    assert found is not None
+    assert int(found[1].replace(",", "")) >= 3 * (common // 16 * 16)
+    assert [line.split(" ")[0] for line in lines[-3:]] == ["one?", "another", "the"]
+    once_more = run("batch_rag.py", *arguments)
+    assert once_more[first + 1] == lines[again + 1]
+
+
+@pytest.mark.torch
+@needs_torch
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("--document", None, "cannot read what was given"),
+        ("--document", " ", "give a document that is not empty"),
+        ("--questions", "\n\n", "at least one question"),
+        ("--document", "much" * 20_000, "give a shorter document"),
+    ],
+    ids=["no file", "nothing in it", "no question", "too long"],
+)
+def test_batch_rag_says_what_is_wrong(
+    name: str, text: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "given.txt"
+    if text is not None:
+        file.write_text(text)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "batch_rag.py"), "--tiny", name, str(file)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert message in done.stderr

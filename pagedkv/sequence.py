@@ -228,7 +228,8 @@ class Sequence:
         self._check_usable()
         moves = self._groups[number].moves
         attention = PageAttention(spec, q, self._filled[layer], rule, moves.record_layout)
-        pages = self._tables[number][: _pages_of(self._filled[layer], self._page_tokens)]
+        num_pages = _pages_of(self._filled[layer], self._page_tokens)
+        pages = self._tables[number][attention.first_page : num_pages]
         known = self._whereabouts[number]
         layer_scan.attend(moves, pages, local, attention, self._staging[number], known)
         return attention.result()
@@ -420,8 +421,7 @@ class Sequence:
         attention = MatrixAttention(q, spec.held_heads, num_tokens, rule)
         pages = self._tables[number][: _pages_of(num_tokens, self._page_tokens)]
         step = max(1, layer_scan.STAGED_NBYTES // spec.layer_nbytes)
-        first = attention.first_token // self._page_tokens // step * step
-        for begin in range(first, len(pages), step):
+        for begin in range(attention.first_token // self._page_tokens, len(pages), step):
             part, start = pages[begin : begin + step], begin * self._page_tokens
             with slices.gather(moves, part, local, self._spare[number]) as (k, v):
                 attention.attend(start, k[: num_tokens - start], v[: num_tokens - start])

@@ -39,7 +39,7 @@ class Staging:
     def __init__(self) -> None:
         self._free: list[Bytes] = []
         self._ahead: deque[_Reading] = deque()
-        self._cuts: dict[int, list[int]] = {}
+        self._windows: dict[int, int | None] = {}
 
     def start_some(self, todo: "deque[_Wave]", reading: "deque[_Reading]") -> None:
         """Begin to read the next waves, as many as there are buffers that nobody attends to."""
@@ -62,7 +62,6 @@ class Staging:
 
     def take_ahead(self, layer: int, spans: "Sequence[_Span]") -> "deque[_Reading]":
         """What has been begun to be read of this layer; the rest is forgotten."""
-        self._cuts[layer] = [span.first for span in spans]
         taken: deque[_Reading] = deque()
         for span in spans:
             if not self._ahead or not self._ahead[0].wave.is_of(layer, span):
@@ -76,9 +75,13 @@ class Staging:
         """Whether something is kept of what was read ahead."""
         return bool(self._ahead)
 
-    def was_cut_so(self, layer: int, spans: "Sequence[_Span]") -> bool:
-        """Whether a layer was attended in these spans when it was attended the last time."""
-        return self._cuts.get(layer) == [span.first for span in spans]
+    def note_window(self, layer: int, window: int | None) -> None:
+        """Note that a layer is attended with this window."""
+        self._windows[layer] = window
+
+    def expects(self, layer: int, window: int | None) -> bool:
+        """Whether a layer had this window when it was attended the last time."""
+        return layer in self._windows and self._windows[layer] == window
 
     def before_write(self, layer: int, first: int) -> None:
         """Forget what was read ahead if it is of this layer, and of pages from ``first`` on."""
@@ -149,7 +152,7 @@ class Whereabouts:
     """Where a sequence's pages are: the same for every layer of a step, unless a page moves.
 
     Attributes:
-        is_resident: Whether all pages from the first wanted one on are in the pool.
+        is_resident: Whether all pages that a query sees are in the pool.
         slots: Slot of each of them, if so.
         starts: Where each slot begins in memory.
         spans: The pages, cut into what is staged together.
@@ -163,26 +166,28 @@ class Whereabouts:
         self._of: tuple[int, int, Sequence[Page]] | None = None
 
     def find(self, moves: Mover, pages: Sequence[Page], first: int, chunk_pages: int) -> None:
-        """Look where the pages from ``first`` on are; called with the lock held."""
+        """Look where pages are, of which ``first`` is the first; called with the lock held."""
         places = moves.places
-        places.wait_readable(pages[first:] if places.num_moving else ())
+        places.wait_readable(pages if places.num_moving else ())
         now = (places.version, first, pages)
         if self._of == now and not places.num_moving:
             return
         self._of = None  # whoever interrupts this leaves nothing that looks complete
-        slots = [page.slot for page in pages[first:]]
+        slots = [page.slot for page in pages]
         self.is_resident = None not in slots
         self.slots = np.array(slots if self.is_resident else [], np.int64)
         self.starts = slot_starts(places.pool, self.slots)
-        cuts = [] if self.is_resident else _cuts(moves, pages, first, chunk_pages)
-        self.spans = [_Span(moves, begin, pages[begin:end]) for begin, end in pairwise(cuts)]
+        cuts = [] if self.is_resident else _cuts(moves, pages, chunk_pages)
+        self.spans = [
+            _Span(moves, first + begin, pages[begin:end]) for begin, end in pairwise(cuts)
+        ]
         self._of = now
 
 
-def _cuts(moves: Mover, pages: Sequence[Page], first: int, chunk_pages: int) -> list[int]:
-    """Numbers of the pages between which the scan is cut: what is between fits into a buffer."""
-    cuts, nbytes = [first], 0
-    for start in range(first, len(pages), chunk_pages):
+def _cuts(moves: Mover, pages: Sequence[Page], chunk_pages: int) -> list[int]:
+    """Where the scan of pages is cut: what is between two cuts fits into a buffer."""
+    cuts, nbytes = [0], 0
+    for start in range(0, len(pages), chunk_pages):
         sizes = map(moves.staged_nbytes, pages[start : start + chunk_pages])
         more = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
         if nbytes and nbytes + more > STAGED_NBYTES // _NUM_BUFFERS:
@@ -204,7 +209,7 @@ def attend(
 
     Args:
         moves: Moves the group's pages between the tiers.
-        pages: The sequence's pages, from the first on.
+        pages: The sequence's pages, from ``attention.first_page`` on.
         layer: Layer within the group.
         attention: The queries.
         staging: The sequence's buffers.
@@ -227,10 +232,11 @@ def attend(
                     attention.attend(first, Places(*of_layer(places.pool, layer, known.starts)))
                 return
         staging.forget_ahead()  # it needs the lock to be done
-    reading = staging.take_ahead(layer, spans)
+    reading, window = staging.take_ahead(layer, spans), attention.rule.window
+    staging.note_window(layer, window)
     todo = deque(_Wave(moves, span, layer) for span in spans[len(reading) :])
     after = (layer + 1) % places.spec.held_layers
-    if staging.was_cut_so(after, spans):
+    if staging.expects(after, window):
         todo.extend(_waves_ahead(moves, spans, after, attention.num_full_pages))
     try:
         staging.start_some(todo, reading)

@@ -1,7 +1,8 @@
 """``PageAttention``: the queries of one layer on their way through a sequence's pages.
 
-The context is cut into chunks of 512 tokens, which are attended apart and merged in their order:
-the result is the same to the bit, wherever pages lie and however many threads there are.
+The context is cut into chunks of 512 tokens, from the first page on that a query sees; these are
+attended apart and merged in their order. The result is the same to the bit, wherever pages lie and
+however many threads there are.
 """
 
 from functools import partial
@@ -65,7 +66,8 @@ class PageAttention:
     ) -> None:
         self._spec = spec
         self._records = records
-        self._rule = rule
+        self.rule = rule
+        """What they see."""
         self._num_tokens = num_tokens
         self._dtype = queries.dtype
         num_queries, num_q_heads, num_channels = queries.shape
@@ -83,12 +85,12 @@ class PageAttention:
         self._position = num_tokens - num_queries
         seen = rule.first_seen(self._position)
         self.chunk_pages = max(1, _CHUNK_TOKENS // spec.page_tokens)
-        chunk_tokens = self.chunk_pages * spec.page_tokens
-        self.first_page = seen // chunk_tokens * self.chunk_pages
-        """The first page that is wanted: it begins a chunk."""
+        self.first_page = seen // spec.page_tokens
+        """The first page that a query sees: it begins the first chunk."""
         self.num_full_pages = self._position // spec.page_tokens
         """Pages of the tokens before the queries that are full: nothing is written into them."""
-        self._num_chunks = -(-num_tokens // chunk_tokens) - self.first_page // self.chunk_pages
+        num_pages = -(-num_tokens // spec.page_tokens) - self.first_page
+        self._num_chunks = -(-num_pages // self.chunk_pages)
         state = (padded[0], padded[1], padded_group // self._together, 8)
         self._best = np.full((self._num_chunks, *state), -np.inf, np.float32)
         self._total = np.zeros((self._num_chunks, *state), np.float32)
@@ -144,8 +146,8 @@ class PageAttention:
         attention_kernels.attend_pages(
             self._queries,
             self._position,
-            self._rule.window or 0,
-            np.float32(self._rule.soft_cap or 0),
+            self.rule.window or 0,
+            np.float32(self.rule.soft_cap or 0),
             keys,
             values,
             first_token,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,7 +38,7 @@ class Sequence:
     Made by ``PagedKVCache.open_sequence`` and ``fork``. A sequence has one owner at a time; its
     pages may be shared with others. Layers are numbered through the groups, in the order of the
     cache's specs. Close it, or use it in a ``with`` statement: until then its pages exist in some
-    tier, and those without a key come back exactly.
+    tier, and those without a key come back exactly. ``drop_before`` gives up the first ones before.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Sequence:
         self._groups = groups
         self._salt = salt
         self._extra = extra
-        self._tables: list[list[Page]] = [[] for _ in groups]
+        self._tables: list[list[Page]] = [[] for _ in groups]  # from page _num_dropped on
+        self._num_dropped = 0
         self._keys: list[list[PageKey]] = [[] for _ in groups]
         self._tokens: Tokens = np.empty(0, dtype=np.int32)
         self._filled = [0] * cache.num_layers
@@ -60,8 +61,16 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that every layer holds; right after ``open_sequence`` those that were reused."""
+        """Tokens that every layer holds; right after ``open_sequence`` those that were reused.
+
+        Those that ``drop_before`` gave up are counted too: they keep their positions.
+        """
         return min(self._filled)
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Leading tokens that ``drop_before`` gave up: a multiple of ``page_tokens``."""
+        return self._num_dropped * self._page_tokens
 
     @property
     def tokens(self) -> Tokens:
@@ -70,7 +79,7 @@ class Sequence:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the block table, the tail included, summed over the layer groups."""
+        """Pages that are held, the tail included, summed over the layer groups."""
         return sum(len(table) for table in self._tables)
 
     def append(self, k: Any, v: Any = None, tokens: npt.ArrayLike | None = None) -> None:
@@ -140,7 +149,9 @@ class Sequence:
             self._filled[layer] = start + count
 
     @contextmanager
-    def gather(self, layer: int, num_tokens: int | None = None) -> Iterator[tuple[Array, ...]]:
+    def gather(
+        self, layer: int, num_tokens: int | None = None, start: int = 0
+    ) -> Iterator[tuple[Array, ...]]:
         """Keys and values of one layer, each ``(token, head, channel)``, to be read only.
 
         Where all pages lie one behind the other in the pool they are views of it; else a
@@ -150,9 +161,11 @@ class Sequence:
         Args:
             layer: Layer, numbered through the groups.
             num_tokens: Only that many leading tokens; all that the layer holds by default.
+            start: Of these, the tokens from this one on, ``num_tokens - start`` of them.
 
         Raises:
-            ValueError: There is no such layer, or it does not hold that many tokens.
+            ValueError: There is no such layer, it does not hold that many tokens, or some from
+                ``start`` on were dropped.
             CorruptPageError: A page that is only on disk came back damaged.
         """
         self._check_usable()
@@ -162,14 +175,24 @@ class Sequence:
         count = held if num_tokens is None else as_int("num_tokens", num_tokens)
         if not 0 <= count <= held:
             raise ValueError(f"layer {layer} holds {held} tokens, {count} were asked for")
-        if count == 0:
+        start = as_int("start", start)
+        if not 0 <= start <= count:
+            raise ValueError(f"start is {start}: it must be one of 0..{count}")
+        if start < self.num_dropped_tokens:
+            raise ValueError(
+                f"start is {start}, but the first {self.num_dropped_tokens} tokens were dropped: "
+                "start at num_dropped_tokens, or behind it"
+            )
+        if count == start:
             shape = (0, spec.held_heads, spec.head_dim)
             yield tuple(np.empty(shape, dtype=spec.np_dtype) for _ in range(spec.num_kinds))
             return
-        pages = self._tables[number][: _pages_of(count, self._page_tokens)]
+        first, skipped = divmod(start, self._page_tokens)
+        pages = self._pages(number, first, count)
+        wanted = slice(skipped, skipped + count - start)
         moves = self._groups[number].moves
         with slices.gather(moves, pages, local, self._spare[number]) as kinds:
-            yield tuple(kinds[kind, :count] for kind in range(spec.num_kinds))
+            yield tuple(kinds[kind, wanted] for kind in range(spec.num_kinds))
 
     def attend(
         self,
@@ -198,11 +221,12 @@ class Sequence:
             ``(token, q_head, channel)`` in the type of ``q``.
 
         Raises:
-            ValueError: The shape of ``q`` does not fit, the spec has one kind only, or a number is
-                out of range.
+            ValueError: The shape of ``q`` does not fit, the spec has one kind only, a number is
+                out of range, or a query would see tokens that were dropped.
             CorruptPageError: A page that is only on disk came back damaged.
             StoreError: The disk failed.
         """
+        self._check_usable()
         rule = rule_of(scale, window, soft_cap)
         number, local = self._cache.locate_layer(layer)
         spec = self._groups[number].spec
@@ -220,15 +244,21 @@ class Sequence:
                 f"q has {shape[0]} tokens, but layer {layer} holds {self._filled[layer]}: "
                 "append their keys and values first"
             )
+        seen = rule.first_seen(self._filled[layer] - shape[0])
+        if seen < self.num_dropped_tokens:
+            raise ValueError(
+                f"the query at token {self._filled[layer] - shape[0]} sees all from token {seen} "
+                f"on, but the first {self.num_dropped_tokens} tokens were dropped: give a window "
+                "that leaves them out"
+            )
         if not page_attention.is_supported():
-            with self.gather(layer) as (k, v):
+            with self.gather(layer, start=seen) as (k, v):
                 return attend(q, k, v, scale, window=window, soft_cap=soft_cap)
         if shape[0] > _FEW_QUERIES:
             return self._attend_many(layer, q, rule)
-        self._check_usable()
         moves = self._groups[number].moves
         attention = PageAttention(spec, q, self._filled[layer], rule, moves.record_layout)
-        pages = self._tables[number][: _pages_of(self._filled[layer], self._page_tokens)]
+        pages = self._pages(number, attention.first_page, self._filled[layer])
         known = self._whereabouts[number]
         layer_scan.attend(moves, pages, local, attention, self._staging[number], known)
         return attention.result()
@@ -270,11 +300,16 @@ class Sequence:
         """Store all pages durably, the tail too, so that the sequence resumes token-exact.
 
         Raises:
-            ValueError: Some of its tokens have not been named by ``commit``.
+            ValueError: Some of its tokens have not been named by ``commit``, or were dropped.
             StoreError: There is no writable store, or it failed.
         """
         self._check_usable()
         self._check_even("save")
+        if self._num_dropped:
+            raise ValueError(
+                f"the first {self.num_dropped_tokens} tokens were dropped, but a sequence resumes "
+                "from its first token on: save before drop_before"
+            )
         if len(self._tokens) != self.num_tokens:
             raise ValueError(
                 f"{len(self._tokens)} of {self.num_tokens} tokens are named: commit them all "
@@ -291,7 +326,10 @@ class Sequence:
             group.save_pages(self._tables[number][:num_pages], entries)
 
     def fork(self) -> "Sequence":
-        """A new sequence with the same tokens; pages are shared until one of the two writes."""
+        """A new sequence with the same tokens; pages are shared until one of the two writes.
+
+        What was dropped is dropped in both.
+        """
         self._check_usable()
         self._check_even("fork")
         child = Sequence(self._cache, self._groups, self._salt, self._extra)
@@ -300,6 +338,7 @@ class Sequence:
                 group.share(self._tables[number])
                 child._tables[number] = list(self._tables[number])
                 child._keys[number] = list(self._keys[number])
+            child._num_dropped = self._num_dropped
             child._tokens = self._tokens
             child._filled = list(self._filled)
             self._cache.adopt(child)
@@ -312,23 +351,66 @@ class Sequence:
         """Drop all tokens behind the first ``num_tokens``, in every layer.
 
         Raises:
-            ValueError: The sequence does not hold that many.
+            ValueError: The sequence does not hold that many, or the token behind them was dropped.
         """
         self._check_usable()
         num_tokens = as_int("num_tokens", num_tokens)
+        if 0 <= num_tokens < self.num_dropped_tokens:
+            raise ValueError(
+                f"the first {self.num_dropped_tokens} tokens were dropped: the sequence cannot be "
+                f"cut to {num_tokens}"
+            )
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(
                 f"the sequence holds {self.num_tokens} tokens and cannot be cut to {num_tokens}"
             )
         for staging in self._staging:
             staging.forget_ahead()
-        num_pages = _pages_of(num_tokens, self._page_tokens)
+        num_pages = _pages_of(num_tokens, self._page_tokens) - self._num_dropped
         for number, group in enumerate(self._groups):
             group.release(self._tables[number][num_pages:])
             del self._tables[number][num_pages:]
             del self._keys[number][num_tokens // self._page_tokens :]
         self._tokens = self._tokens[:num_tokens]
         self._filled = [num_tokens] * len(self._filled)
+
+    def drop_before(self, num_tokens: int) -> None:
+        """Give up the pages that lie wholly before token ``num_tokens``, for good.
+
+        For models that look back no further than a window: what is held stays as small as that,
+        however long the sequence becomes. With ``seq.drop_before(seq.num_tokens - window + 1)``
+        after each step, the next token's query finds all that it sees; leave as many tokens more
+        as may be truncated later.
+
+        The other tokens keep their positions. Of the pages, those with a key stay cached, as if
+        the sequence had been closed; the room of the others is free.
+
+        Args:
+            num_tokens: Tokens that nobody needs any more; if some of a page's are needed, all of
+                it stays. Where not even one page more lies before, nothing happens: also for
+                fewer tokens than in an earlier call, and below 0.
+
+        Raises:
+            ValueError: The sequence does not hold that many tokens.
+        """
+        self._check_usable()
+        num_tokens = as_int("num_tokens", num_tokens)
+        if num_tokens > self.num_tokens:
+            raise ValueError(
+                f"the sequence holds {self.num_tokens} tokens and cannot drop {num_tokens}"
+            )
+        num_dropped = num_tokens // self._page_tokens
+        count = num_dropped - self._num_dropped
+        if count <= 0:
+            return
+        for staging in self._staging:
+            staging.forget_ahead()
+        pages = [table[:count] for table in self._tables]
+        # Together, so that whoever interrupts this leaves no table with other page numbers.
+        self._tables, self._num_dropped = [table[count:] for table in self._tables], num_dropped
+        with ExitStack() as stack:  # each group's, though another's fail
+            for group, dropped in zip(self._groups, pages, strict=True):
+                stack.callback(group.release, dropped)
 
     def close(self) -> None:
         """Give up the pages; those with a key stay cached. A second call does nothing."""
@@ -407,7 +489,7 @@ class Sequence:
         self._filled = [start + count] * len(self._filled)
 
     def table(self, number: int) -> Seq[Page]:
-        """The block table of one layer group: logical page number to page."""
+        """The block table of one layer group, from the first page on that was not dropped."""
         return tuple(self._tables[number])
 
     # -- inside ------------------------------------------------------------------------------
@@ -418,11 +500,11 @@ class Sequence:
         moves, spec = self._groups[number].moves, self._groups[number].spec
         num_tokens = self._filled[layer]
         attention = MatrixAttention(q, spec.held_heads, num_tokens, rule)
-        pages = self._tables[number][: _pages_of(num_tokens, self._page_tokens)]
+        first = attention.first_token // self._page_tokens
+        pages = self._pages(number, first, num_tokens)
         step = max(1, layer_scan.STAGED_NBYTES // spec.layer_nbytes)
-        first = attention.first_token // self._page_tokens // step * step
-        for begin in range(first, len(pages), step):
-            part, start = pages[begin : begin + step], begin * self._page_tokens
+        for begin in range(0, len(pages), step):
+            part, start = pages[begin : begin + step], (first + begin) * self._page_tokens
             with slices.gather(moves, part, local, self._spare[number]) as (k, v):
                 attention.attend(start, k[: num_tokens - start], v[: num_tokens - start])
         return attention.result()
@@ -436,10 +518,15 @@ class Sequence:
                 return count, keys
         return None
 
+    def _pages(self, number: int, first: int, num_tokens: int) -> list[Page]:
+        """Pages of one group's first tokens, from page ``first`` on, which was not dropped."""
+        last = _pages_of(num_tokens, self._page_tokens)
+        return self._tables[number][first - self._num_dropped : last - self._num_dropped]
+
     def _reserve(self, number: int, start: int, stop: int) -> None:
         """Make the pages of tokens ``start..stop`` of one group exist, and writable."""
         group, table = self._groups[number], self._tables[number]
-        first = start // self._page_tokens
+        first = start // self._page_tokens - self._num_dropped
         for at in range(first, len(table)):
             page = table[at]
             if page.is_shared:
@@ -447,7 +534,7 @@ class Sequence:
                 group.release([page])
             elif at == first and start % self._page_tokens and page.slot is None:
                 group.bring_back(page)
-        missing = _pages_of(stop, self._page_tokens) - len(table)
+        missing = _pages_of(stop, self._page_tokens) - self._num_dropped - len(table)
         if missing > 0:
             table += group.new_pages(missing, table[-1] if table else None)
 
@@ -465,21 +552,25 @@ class Sequence:
 
     def _write(self, number: int, local: int, start: int, kinds: Seq[Array]) -> None:
         first, offset = divmod(start, self._page_tokens)
-        pages = self._tables[number][first : _pages_of(start + len(kinds[0]), self._page_tokens)]
+        pages = self._pages(number, first, start + len(kinds[0]))
         self._staging[number].before_write(local, first)
         slices.write_tokens(self._groups[number].moves, pages, local, offset, kinds)
 
     def _name_pages(self, number: int, num_full: int) -> list[Page]:
-        """Give keys to the full pages of one group that have none yet, and return those pages."""
+        """Give keys to the full pages of one group that have none yet, and return those pages.
+
+        Those that were dropped get keys too, of which those of the later ones are made.
+        """
         group, keys, table = self._groups[number], self._keys[number], self._tables[number]
         named = []
         for at in range(len(keys), num_full):
             tokens = self._tokens[at * self._page_tokens : (at + 1) * self._page_tokens]
             key = self._next_key(number, tokens)
-            parent = self._parent(number, at)
-            table[at] = group.give_key(table[at], key, parent, tokens, self._salt)
+            if at >= self._num_dropped:
+                place, parent = at - self._num_dropped, self._parent(number, at)
+                table[place] = group.give_key(table[place], key, parent, tokens, self._salt)
+                named.append(table[place])
             keys.append(key)
-            named.append(table[at])
         return named
 
     def _next_key(self, number: int, tokens: Tokens) -> PageKey:

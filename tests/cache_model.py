@@ -154,6 +154,8 @@ class ModelSequence:
     layers: list[list[Array]] = field(default_factory=list)
     """For each layer its tokens' KV, each ``(kind, head, channel)``."""
     num_named: int = 0
+    num_dropped: int = 0
+    """Leading tokens whose pages were given up; ``layers`` still has them."""
     family: object = field(default_factory=object)
     """The same in all forks."""
 
@@ -192,6 +194,7 @@ class ModelSequence:
             names=list(self.names),
             layers=[list(layer) for layer in self.layers],
             num_named=self.num_named,
+            num_dropped=self.num_dropped,
             family=self.family,
         )
 

@@ -113,10 +113,11 @@ def state_of(cache: PagedKVCache, *sequences: Sequence) -> dict[str, Any]:
             sequence.num_tokens,
             sequence.tokens.tolist(),
             sequence.num_pages,
+            sequence.num_dropped_tokens,
             list(sequence._filled),
         )
         for layer in range(cache.num_layers):
-            with sequence.gather(layer) as kinds:
+            with sequence.gather(layer, start=sequence.num_dropped_tokens) as kinds:
                 state[f"sequence {number}, layer {layer}"] = [bits(kind) for kind in kinds]
     return state
 

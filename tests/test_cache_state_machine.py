@@ -128,7 +128,9 @@ class Gathered:
     kinds: tuple[Array, ...]
     copies: list[Array]
     family: object
+    start: int
     num_valid: int
+    """Of its tokens those that nobody may have written anew."""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -496,7 +498,8 @@ class CacheMachine(RuleBasedStateMachine):
         old = model.num_named
         for number, spec in enumerate(self.specs):
             keys = model.keys(spec, count)
-            for at in range(old // PAGE_TOKENS, count // PAGE_TOKENS):
+            first = max(old, model.num_dropped) // PAGE_TOKENS
+            for at in range(first, count // PAGE_TOKENS):
                 start, stop = at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS
                 page = model.page(spec, self.first_layers[number], start, stop)
                 sure = self.keeps_all and not failed
@@ -521,8 +524,9 @@ class CacheMachine(RuleBasedStateMachine):
         seq, model = self.sequences[pick % len(self.sequences)]
         if names_all and not self.name_tokens(seq, model, model.num_tokens):
             return
-        if not model.is_even or model.num_named < model.num_tokens:
-            with pytest.raises(ValueError, match=r"equally many tokens|tokens are named"):
+        if not model.is_even or model.num_dropped or model.num_named < model.num_tokens:
+            reasons = r"equally many tokens|tokens were dropped|tokens are named"
+            with pytest.raises(ValueError, match=reasons):
                 seq.save()
             return
         if self.store is None or self.is_read_only:
@@ -566,12 +570,33 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="cannot be cut"):
                 seq.truncate(model.num_tokens + 1)
         length = count % (model.num_tokens + 1)
+        if length < model.num_dropped:
+            with pytest.raises(ValueError, match=f"{model.num_dropped} tokens were dropped"):
+                seq.truncate(length)
+            length = model.num_dropped
         seq.truncate(length)
         model.cut(length)
         for view in self.gathered:  # what was cut may be written anew
             if view.family is model.family:
-                view.num_valid = min(view.num_valid, length)
+                view.num_valid = min(view.num_valid, max(0, length - view.start))
         model.flavour = flavour
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=picks, count=picks, too_many=st.booleans())
+    def drop_before(self, pick: int, count: int, too_many: bool) -> None:
+        seq, model = self.sequences[pick % len(self.sequences)]
+        if too_many:
+            with pytest.raises(ValueError, match=f"cannot drop {model.num_tokens + 1}"):
+                seq.drop_before(model.num_tokens + 1)
+        wanted = count % (model.num_tokens + 1)
+        before, num_pages = model.num_dropped, seq.num_pages
+        seq.drop_before(wanted)
+        model.num_dropped = max(before, wanted // PAGE_TOKENS * PAGE_TOKENS)
+        num_gone = (model.num_dropped - before) // PAGE_TOKENS
+        assert seq.num_pages == num_pages - num_gone * self.num_groups
+        if model.num_dropped:
+            with pytest.raises(ValueError, match=f"{model.num_dropped} tokens were dropped"):
+                seq.gather(0, start=model.num_dropped - 1).__enter__()
 
     @precondition(lambda self: self.sequences)
     @rule(pick=picks)
@@ -583,20 +608,26 @@ class CacheMachine(RuleBasedStateMachine):
             seq.fork()
 
     @precondition(lambda self: self.sequences and len(self.gathered) < 2)
-    @rule(pick=picks, layer=picks, count=picks)
-    def gather_and_keep(self, pick: int, layer: int, count: int) -> None:
+    @rule(pick=picks, layer=picks, count=picks, skipped=picks)
+    def gather_and_keep(self, pick: int, layer: int, count: int, skipped: int) -> None:
         seq, model = self.sequences[pick % len(self.sequences)]
         which = layer % self.num_layers
-        length = count % (len(model.layers[which]) + 1)
+        stop = model.num_dropped + count % (len(model.layers[which]) - model.num_dropped + 1)
+        start = model.num_dropped + skipped % (stop - model.num_dropped + 1)
         stack = ExitStack()
-        kinds = self.attempt(lambda: stack.enter_context(seq.gather(which, length)))
+        kinds = self.attempt(lambda: stack.enter_context(seq.gather(which, stop, start)))
         if kinds is FAILED:
             return
-        assert [len(kind) for kind in kinds] == [length, length]
-        self.check_kinds(kinds, model.layers[which][:length])
-        copies = [kind.copy() for kind in kinds]
+        self.check_kinds(kinds, model.layers[which][start:stop])
         self.gathered.append(
-            Gathered(stack=stack, kinds=kinds, copies=copies, family=model.family, num_valid=length)
+            Gathered(
+                stack=stack,
+                kinds=kinds,
+                copies=[kind.copy() for kind in kinds],
+                family=model.family,
+                start=start,
+                num_valid=stop - start,
+            )
         )
 
     @precondition(lambda self: self.gathered)
@@ -676,12 +707,14 @@ class CacheMachine(RuleBasedStateMachine):
     def sequences_are_exact(self) -> None:
         for seq, model in self.sequences:
             assert seq.num_tokens == model.num_tokens
+            assert seq.num_dropped_tokens == model.num_dropped
             assert seq.tokens.tolist() == model.ids[: model.num_named]
             for layer in range(self.num_layers):
                 with ExitStack() as stack:
-                    kinds = self.attempt(lambda s=seq, at=layer: stack.enter_context(s.gather(at)))
+                    view = seq.gather(layer, start=model.num_dropped)
+                    kinds = self.attempt(lambda s=stack, v=view: s.enter_context(v))
                     if kinds is not FAILED:
-                        self.check_kinds(kinds, model.layers[layer])
+                        self.check_kinds(kinds, model.layers[layer][model.num_dropped :])
 
     @invariant()
     def what_is_in_use_stays(self) -> None:

@@ -74,6 +74,18 @@ def test_each_slice_is_read_once_a_step(cache: pk.PagedKVCache) -> None:
     sequence.close()
 
 
+def test_a_window_that_moves_on_is_read_ahead_all_the_same(cache: pk.PagedKVCache) -> None:
+    window, count = 600, NUM_TOKENS + 60
+    k, v = make_kv(SPEC, count)
+    with filled(cache, k[:, :NUM_TOKENS], v[:, :NUM_TOKENS]) as sequence:
+        for stop in range(NUM_TOKENS + 1, count + 1):  # over the ends of pages
+            for layer in range(3):
+                sequence.append_layer(layer, k[layer, stop - 1 : stop], v[layer, stop - 1 : stop])
+                expected = reference(Q, k[layer, :stop], v[layer, :stop], window=window)
+                assert error(sequence.attend(layer, Q, window=window), expected) <= 1e-5
+                assert ahead(sequence) or stop == NUM_TOKENS + 1
+
+
 def test_layers_in_any_order_are_attended_right(cache: pk.PagedKVCache) -> None:
     k, v = make_kv(SPEC, NUM_TOKENS)
     with filled(cache, k, v) as sequence:

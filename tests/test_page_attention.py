@@ -312,10 +312,14 @@ def test_where_pages_lie_does_not_change_a_bit(tmp_path: Path, dtype: str) -> No
         assert error(found[0][number], expected) <= TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("window", "num_pages"), [(None, 32), (90, 11)])
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_many_queries_need_no_more_memory_than_a_few_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, window: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: str,
+    window: int | None,
+    num_pages: int,
 ) -> None:
     spec = spec_of_tiers()
     monkeypatch.setattr(layer_scan, "STAGED_NBYTES", 4 * spec.layer_nbytes)
@@ -326,7 +330,9 @@ def test_many_queries_need_no_more_memory_than_a_few_pages(
     ) as cache:
         sequence = cache.open_sequence()
         sequence.append(k, v)
+        before = cache.stats().num_slices_attended
         found = sequence.attend(1, q, window=window)
+        assert cache.stats().num_slices_attended - before == num_pages
         assert error(found, reference(q, k[1], v[1], window=window)) <= 1e-5
         assert max(buffer.shape[1] for buffer in sequence._spare[0]) <= 5
         cache.check_invariants()
@@ -450,15 +456,27 @@ def test_a_memory_map_is_refused_where_it_makes_no_sense(tmp_path: Path) -> None
         pk.PageStore.open(tmp_path / "b.zarr", spec, memory_map=True, codec="lossless")
 
 
+@pytest.mark.parametrize(
+    ("num_queries", "window", "num_pages"),
+    [(1, 100, 7), (1, 1, 1), (1, 16, 1), (1, 17, 2), (1, 1000, 63), (5, 100, 7)],
+)
 @pytest.mark.usefixtures("small_staging")
-def test_pages_that_no_query_sees_are_not_read(tmp_path: Path) -> None:
+def test_pages_that_no_query_sees_are_not_read(
+    tmp_path: Path, num_queries: int, window: int, num_pages: int
+) -> None:
     spec = spec_of_tiers()
+    k, v = make_kv(spec, 2048)
     with pk.PagedKVCache(spec, 2, pk.PageStore.open(tmp_path / "cache.zarr", spec)) as cache:
         sequence = cache.open_sequence()
-        sequence.append(*make_kv(spec, 2048))
-        before = cache.stats().num_slices_loaded
-        sequence.attend(0, np.ones((1, 2, 16), np.float32), window=100)
-        assert cache.stats().num_slices_loaded - before <= 32  # one chunk
+        sequence.append(k, v)
+        before = cache.stats()
+        q = np.ones((num_queries, 2, 16), np.float32)
+        found = sequence.attend(0, q, window=window)
+        after = cache.stats()
+        assert error(found, reference(q, k[0], v[0], window=window)) <= 1e-5
+        assert after.num_slices_attended - before.num_slices_attended == num_pages
+        num_loaded = after.num_slices_loaded - before.num_slices_loaded
+        assert num_loaded == num_pages - 1  # the last one is in the pool
 
 
 @pytest.mark.usefixtures("small_staging")

@@ -1,5 +1,6 @@
 """Sequences: what they hold comes back exactly, wherever it was meanwhile."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,13 +155,34 @@ def test_gather_of_the_first_tokens_only(cache: PagedKVCache) -> None:
                 assert got_v.shape == (count, 1, 2)
 
 
+def test_gather_from_any_token_on(cache: PagedKVCache) -> None:
+    k, v = make_kv(SPEC, 13)
+    with cache.open_sequence() as sequence:
+        sequence.append(k, v)
+        for start, stop in itertools.combinations_with_replacement(range(14), 2):
+            with sequence.gather(1, stop, start) as (got_k, got_v):
+                assert got_k.shape == got_v.shape == (stop - start, 1, 2)
+                assert bits(got_k) == bits(k[1, start:stop])
+                assert bits(got_v) == bits(v[1, start:stop])
+
+
+def test_gather_brings_only_the_pages_that_are_asked_for(small_cache: PagedKVCache) -> None:
+    with small_cache.open_sequence() as sequence:
+        sequence.append(*make_kv(SPEC, 40))
+        before = small_cache.stats().num_slices_loaded
+        with sequence.gather(0, 30, 13):  # pages 3 to 7
+            assert small_cache.stats().num_slices_loaded - before == 5
+
+
 def test_gather_is_a_view_where_pages_lie_one_behind_the_other(memory_cache: PagedKVCache) -> None:
     sequence = memory_cache.open_sequence()
     for seed in range(15):
         sequence.append(*make_kv(SPEC, 1, seed))
-    with sequence.gather(0) as kinds:
-        for kind in kinds:
-            assert np.shares_memory(kind, memory_cache._groups[0].places.pool.array)
+    for start in (0, 4, 6):
+        with sequence.gather(0, start=start) as kinds:
+            for kind in kinds:
+                assert len(kind) == 15 - start
+                assert np.shares_memory(kind, memory_cache._groups[0].places.pool.array)
     assert memory_cache.stats().num_slices_loaded == 0
 
 
@@ -737,6 +759,20 @@ def test_gather_of_more_than_is_there_is_refused(small_cache: PagedKVCache, coun
         pass
 
 
+@pytest.mark.parametrize("start", [-1, 3, 2**40])
+def test_gather_from_a_token_that_is_not_there_is_refused(
+    small_cache: PagedKVCache, start: int
+) -> None:
+    sequence = small_cache.open_sequence()
+    sequence.append(*make_kv(SPEC, 3))
+    with (
+        unchanged(small_cache, sequence),
+        pytest.raises(ValueError, match=rf"start is {start}: it must be one of 0..2$"),
+        sequence.gather(0, 2, start),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("count", [1.5, "2"])
 def test_counts_that_are_no_integers_are_refused_by_name(
     small_cache: PagedKVCache, count: Any
@@ -746,7 +782,11 @@ def test_counts_that_are_no_integers_are_refused_by_name(
     with unchanged(small_cache, sequence):
         with pytest.raises(TypeError, match="num_tokens is"):
             sequence.truncate(count)
+        with pytest.raises(TypeError, match="num_tokens is"):
+            sequence.drop_before(count)
         with pytest.raises(TypeError, match="num_tokens is"), sequence.gather(0, count):
+            pass
+        with pytest.raises(TypeError, match="start is"), sequence.gather(0, start=count):
             pass
 
 
@@ -786,9 +826,9 @@ def test_a_pool_that_is_too_small_without_a_store_leaves_the_sequence_as_it_is(
 
 
 def test_a_closed_sequence_refuses_everything(small_cache: PagedKVCache) -> None:
-    k, v = make_kv(SPEC, 5)
+    k, v = make_kv(SPEC, 25)
     sequence = small_cache.open_sequence()
-    sequence.append(k, v, range(5))
+    sequence.append(k, v, range(25))
     sequence.close()
     sequence.close()
     assert "closed" in repr(sequence)
@@ -799,8 +839,10 @@ def test_a_closed_sequence_refuses_everything(small_cache: PagedKVCache) -> None
         sequence.save,
         sequence.fork,
         lambda: sequence.truncate(0),
+        lambda: sequence.drop_before(0),
         lambda: sequence.gather(0).__enter__(),
         lambda: sequence.attend(0, np.zeros((1, 1, 2), np.float32)),
+        lambda: sequence.attend(0, np.zeros((20, 1, 2), np.float32)),
         sequence.__enter__,
     ]
     with unchanged(small_cache):

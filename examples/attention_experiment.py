@@ -43,8 +43,9 @@ except ImportError as error:
 
 import pagedkv as pk
 from pagedkv_adapters.demo import model as local_model
-from pagedkv_adapters.demo import smollm2
 from pagedkv_adapters.demo.prompt import alice_prompt, encode
+from pagedkv_adapters.demo.unpack import unpack
+from pagedkv_adapters.demo.wheel_model import SMOLLM2
 from pagedkv_adapters.transformers import PagedCache, spec_for
 
 Array = npt.NDArray[Any]
@@ -226,7 +227,7 @@ class Subject(NamedTuple):
 
 def smollm2_subject() -> Subject:
     try:
-        folder = smollm2.unpack(lambda stage, share: print(f"{stage} ({share:.0%})"))
+        folder = unpack(SMOLLM2, lambda stage, share: print(f"{stage} ({share:.0%})"))
     except pk.PagedKVError as error:
         sys.exit(f"{error}\nOr take a random model: python examples/{Path(__file__).name} --tiny")
     model, tokenizer = local_model.load(folder)

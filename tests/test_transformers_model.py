@@ -1,4 +1,4 @@
-"""``PagedCache`` with a real model: SmolLM2-135M-Instruct."""
+"""``PagedCache`` with real models: SmolLM2-135M-Instruct, and Gemma 3 270M with its windows."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,19 +9,35 @@ import pytest
 pytest.importorskip("torch", reason="the extra `transformers` is not installed")
 
 import torch
+from tiny_models import usual_cache
 from transformers import DynamicCache
 
 import pagedkv as pk
 from pagedkv_adapters.demo.prompt import alice_prompt, encode
+from pagedkv_adapters.demo.wheel_model import GEMMA3, SMOLLM2
 from pagedkv_adapters.transformers import PagedCache, fingerprint, spec_for
 
-pytestmark = [pytest.mark.model, pytest.mark.torch]
+pytestmark = pytest.mark.torch
 
-NUM_PROMPT = 450
-NUM_NEW = 16
-NUM_SLOTS = 9
-"""For 30 pages: the KV of 465 tokens."""
-NUM_NEW_OVER_PAGES = 32
+
+class Case(NamedTuple):
+    """A model, and a prompt whose KV takes more than three times the pool."""
+
+    fixture: str
+    num_prompt: int
+    num_slots: int
+    num_new: int
+    num_new_over_pages: int
+
+
+SMOLLM2_CASE = pytest.param(
+    Case("smollm2", 450, 9, 16, 32), id="SmolLM2", marks=pytest.mark.model(SMOLLM2)
+)
+GEMMA3_CASE = pytest.param(  # longer than the 512 tokens that most of its layers see
+    Case("gemma3", 700, 14, 8, 16), id="Gemma 3", marks=pytest.mark.model(GEMMA3)
+)
+only_smollm2 = pytest.mark.parametrize("case", [SMOLLM2_CASE], indirect=True)
+only_gemma3 = pytest.mark.parametrize("case", [GEMMA3_CASE], indirect=True)
 
 
 class FirstRun(NamedTuple):
@@ -32,34 +48,42 @@ class FirstRun(NamedTuple):
     stats: pk.CacheStats
 
 
-@pytest.fixture(scope="module")
-def model(smollm2: tuple[Any, Any]) -> Any:
-    return smollm2[0]
+@pytest.fixture(scope="module", params=[SMOLLM2_CASE, GEMMA3_CASE])
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def prompt(smollm2: tuple[Any, Any]) -> torch.Tensor:
-    return encode(smollm2[1], alice_prompt())[:, :NUM_PROMPT]
+def loaded(case: Case, request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    return request.getfixturevalue(case.fixture)
 
 
 @pytest.fixture(scope="module")
-def expected(model: Any, prompt: torch.Tensor) -> Any:
-    return generate(model, prompt, DynamicCache())
+def model(loaded: tuple[Any, Any]) -> Any:
+    return loaded[0]
 
 
 @pytest.fixture(scope="module")
-def expected_over_pages(model: Any, prompt: torch.Tensor) -> Any:
+def prompt(case: Case, loaded: tuple[Any, Any]) -> torch.Tensor:
+    return encode(loaded[1], alice_prompt())[:, : case.num_prompt]
+
+
+@pytest.fixture(scope="module")
+def expected(case: Case, model: Any, prompt: torch.Tensor) -> Any:
     assert model.config._attn_implementation == "sdpa"
-    return generate(model, prompt, DynamicCache(), NUM_NEW_OVER_PAGES)
+    return generate(model, prompt, usual_cache(model), case.num_new_over_pages)
 
 
 @pytest.fixture(scope="module")
 def first_run(
-    model: Any, prompt: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+    case: Case, model: Any, prompt: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
 ) -> FirstRun:
     path = tmp_path_factory.mktemp("store") / "cache.zarr"
-    with open_cache(model, path) as kv, PagedCache.from_prompt(model, prompt, kv) as cache:
-        output = generate(model, prompt, cache)
+    with (
+        open_cache(model, path, case.num_slots) as kv,
+        PagedCache.from_prompt(model, prompt, kv) as cache,
+    ):
+        output = generate(model, prompt, cache, case.num_new)
         stats = kv.stats()
         cache.commit(output.sequences)
         kv.check_invariants()
@@ -67,9 +91,9 @@ def first_run(
 
 
 @pytest.fixture
-def kv(model: Any, first_run: FirstRun) -> Iterator[pk.PagedKVCache]:
+def kv(case: Case, model: Any, first_run: FirstRun) -> Iterator[pk.PagedKVCache]:
     """A cache over the store that the first run left, as after a restart."""
-    with open_cache(model, first_run.store_path) as cache:
+    with open_cache(model, first_run.store_path, case.num_slots) as cache:
         yield cache
 
 
@@ -82,14 +106,12 @@ def over_pages(model: Any) -> Iterator[Any]:
     model.set_attn_implementation(before)
 
 
-def open_cache(model: Any, path: Path, num_slots: int = NUM_SLOTS) -> pk.PagedKVCache:
+def open_cache(model: Any, path: Path, num_slots: int) -> pk.PagedKVCache:
     spec = spec_for(model)
     return pk.PagedKVCache(spec, num_slots, store=pk.PageStore.open(path, spec))
 
 
-def generate(
-    model: Any, ids: torch.Tensor, cache: DynamicCache | PagedCache, num_new: int = NUM_NEW
-) -> Any:
+def generate(model: Any, ids: torch.Tensor, cache: DynamicCache | PagedCache, num_new: int) -> Any:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -101,66 +123,119 @@ def generate(
     )
 
 
-def test_the_fingerprint_is_that_of_the_files(model: Any, smollm2_folder: Path) -> None:
-    assert fingerprint(model) == pk.fingerprint_files(smollm2_folder)
+def check_equal(output: Any, expected: Any, num_prompt: int, tolerance: float | None) -> None:
+    """``output`` is the beginning of ``expected``, with logits within the tolerance if any."""
+    num_new = len(output.logits)
+    assert torch.equal(output.sequences, expected.sequences[:, : num_prompt + num_new])
+    if tolerance is not None:
+        for logits, others in zip(output.logits, expected.logits[:num_new], strict=True):
+            assert float((logits - others).abs().max()) <= tolerance
+
+
+@pytest.mark.model(SMOLLM2)
+def test_the_fingerprint_is_that_of_the_files(
+    smollm2: tuple[Any, Any], smollm2_folder: Path
+) -> None:
+    assert fingerprint(smollm2[0]) == pk.fingerprint_files(smollm2_folder)
 
 
 def test_a_pool_for_a_third_of_the_kv_gives_the_logits_of_dynamic_cache(
-    first_run: FirstRun, expected: Any
+    case: Case, first_run: FirstRun, expected: Any
 ) -> None:
-    output, stats = first_run.output, first_run.stats
-    assert torch.equal(output.sequences, expected.sequences)
-    for logits, expected_logits in zip(output.logits, expected.logits, strict=True):
-        assert torch.equal(logits, expected_logits)
-    assert stats.num_pages_held == 30
+    stats = first_run.stats
+    check_equal(first_run.output, expected, case.num_prompt, tolerance=0)
+    assert stats.num_pages_held == num_pages(case.num_prompt + case.num_new - 1)
     assert stats.num_pages_held > 3 * stats.num_slots
     assert stats.num_pages_evicted > 0
     assert stats.num_slices_loaded > 0
 
 
+@only_gemma3
+def test_the_tokens_are_those_of_a_cache_that_keeps_what_left_the_window(
+    case: Case, model: Any, prompt: torch.Tensor, first_run: FirstRun
+) -> None:
+    whole = DynamicCache()
+    others = generate(model, prompt, whole, case.num_new)
+    check_equal(first_run.output, others, case.num_prompt, None)
+    assert whole.layers[0].keys.shape[2] == case.num_prompt + case.num_new - 1
+
+
 def test_a_prompt_is_reused_after_a_restart(
-    model: Any, prompt: torch.Tensor, expected: Any, kv: pk.PagedKVCache
+    case: Case, model: Any, prompt: torch.Tensor, expected: Any, kv: pk.PagedKVCache
 ) -> None:
     with PagedCache.from_prompt(model, prompt, kv) as cache:
-        output = generate(model, prompt, cache)
-    assert cache.num_reused_tokens == 448
-    assert torch.equal(output.sequences, expected.sequences)
+        output = generate(model, prompt, cache, case.num_new)
+    assert cache.num_reused_tokens == (case.num_prompt - 1) // 16 * 16
+    check_equal(output, expected, case.num_prompt, None)
 
 
+@only_smollm2
 def test_a_second_turn_reuses_the_first_answer_after_a_restart(
-    model: Any, expected: Any, kv: pk.PagedKVCache
+    case: Case, model: Any, first_run: FirstRun, kv: pk.PagedKVCache
 ) -> None:
-    second = torch.cat([expected.sequences, expected.sequences[:, 1:40]], dim=1)
+    first = first_run.output.sequences
+    second = torch.cat([first, first[:, 1:40]], dim=1)
     with PagedCache.from_prompt(model, second, kv) as cache:
-        output = generate(model, second, cache)
-    assert cache.num_reused_tokens == 464  # of 465 whose KV the first turn had computed
-    assert torch.equal(output.sequences, generate(model, second, DynamicCache()).sequences)
+        output = generate(model, second, cache, case.num_new)
+    # The last token of the first turn has no KV yet.
+    assert cache.num_reused_tokens == (case.num_prompt + case.num_new - 1) // 16 * 16
+    others = generate(model, second, usual_cache(model), case.num_new)
+    check_equal(output, others, second.shape[1], None)
 
 
-@pytest.mark.parametrize("num_slots", [NUM_SLOTS, 64], ids=["pages on disk", "all in the pool"])
 def test_attention_over_pages_gives_the_tokens_of_dynamic_cache(
-    num_slots: int,
-    model: Any,
+    case: Case,
     prompt: torch.Tensor,
-    expected_over_pages: Any,
+    expected: Any,
     over_pages: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    stats = attend_over_pages(
+        case, prompt, expected, over_pages, case.num_slots, tmp_path, monkeypatch
+    )
+    assert stats.num_slices_loaded > 0
+
+
+@only_smollm2
+def test_attention_over_pages_that_all_have_slots_reads_nothing(
+    case: Case,
+    prompt: torch.Tensor,
+    expected: Any,
+    over_pages: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stats = attend_over_pages(case, prompt, expected, over_pages, 64, tmp_path, monkeypatch)
+    assert stats.num_slices_loaded == 0
+
+
+def attend_over_pages(
+    case: Case,
+    prompt: torch.Tensor,
+    expected: Any,
+    model: Any,
+    num_slots: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> pk.CacheStats:
+    """Figures of a generation that gathers nothing, and gives what is expected."""
+
     def refuse(*_: Any) -> None:
         raise AssertionError("keys and values were gathered")
 
     with (
-        open_cache(over_pages, tmp_path / "cache.zarr", num_slots) as kv,
-        PagedCache.from_prompt(over_pages, prompt, kv) as cache,
+        open_cache(model, folder / "cache.zarr", num_slots) as kv,
+        PagedCache.from_prompt(model, prompt, kv) as cache,
     ):
         monkeypatch.setattr(pk.Sequence, "gather", refuse)
-        output = generate(over_pages, prompt, cache, NUM_NEW_OVER_PAGES)
+        output = generate(model, prompt, cache, case.num_new_over_pages)
         stats = kv.stats()
         kv.check_invariants()
-    assert torch.equal(output.sequences, expected_over_pages.sequences)
-    for logits, expected_logits in zip(output.logits, expected_over_pages.logits, strict=True):
-        assert float((logits - expected_logits).abs().max()) <= 1e-4
-    num_pages = -(-(NUM_PROMPT + NUM_NEW_OVER_PAGES - 1) // 16)
-    assert stats.num_pages_held == num_pages
-    assert (stats.num_slices_loaded > 0) == (num_slots < num_pages)
+    check_equal(output, expected, case.num_prompt, tolerance=1e-4)
+    assert stats.num_pages_held == num_pages(case.num_prompt + case.num_new_over_pages - 1)
+    return stats
+
+
+def num_pages(num_tokens: int) -> int:
+    return -(-num_tokens // 16)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pagedkv as pk
-from pagedkv_adapters.demo import smollm2
 from pagedkv_adapters.demo.folder import own_folder
 from pagedkv_adapters.demo.pool_size import check_pool, pool_slots
+from pagedkv_adapters.demo.unpack import unpack
+from pagedkv_adapters.demo.wheel_model import SMOLLM2
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -24,12 +25,12 @@ _CODECS = ("raw", "int8")
 
 def installed_model() -> Path:
     """Folder of the demo's model; ``PagedKVError`` if it has not been unpacked yet."""
-    if not smollm2.is_unpacked():
+    if not SMOLLM2.is_unpacked():
         raise pk.PagedKVError(
-            f"no --model was given, and the demo's {smollm2.NAME} is not there yet: "
+            f"no --model was given, and the demo's {SMOLLM2.name} is not there yet: "
             "name a folder, or run `pagedkv demo` once"
         )
-    return smollm2.model_folder()
+    return SMOLLM2.folder
 
 
 def run_demo(
@@ -218,13 +219,14 @@ def _store_path(store: Path | None) -> Iterator[Path]:
 
 
 def _unpacked_smollm2(progress: "Progress") -> Path:
-    if smollm2.is_unpacked():
-        return smollm2.model_folder()
-    task = progress.add_task(f"Unpacking {smollm2.NAME}, once", total=1.0, text="")
-    folder = smollm2.unpack(
-        lambda stage, share: progress.update(task, description=f"{stage}, once", completed=share)
+    if SMOLLM2.is_unpacked():
+        return SMOLLM2.folder
+    task = progress.add_task(f"Unpacking {SMOLLM2.name}, once", total=1.0, text="")
+    folder = unpack(
+        SMOLLM2,
+        lambda stage, share: progress.update(task, description=f"{stage}, once", completed=share),
     )
-    progress.update(task, description=f"Unpacked {smollm2.NAME}", completed=1.0)
+    progress.update(task, description=f"Unpacked {SMOLLM2.name}", completed=1.0)
     return folder
 
 

@@ -1,12 +1,18 @@
 """Where the demo works: a folder that no other demo uses meanwhile, with room for what it needs."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pagedkv as pk
-from pagedkv_adapters.demo import smollm2
+
+
+def cache_folder() -> Path:
+    """Where the demo keeps its files: below ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "pagedkv"
 
 
 @contextmanager
@@ -21,7 +27,7 @@ def own_folder(otherwise: str = "") -> Iterator[Path]:
     """
     from filelock import FileLock, Timeout
 
-    folder = smollm2.cache_folder() / "demo"
+    folder = cache_folder() / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):

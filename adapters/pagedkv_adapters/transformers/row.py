@@ -107,6 +107,19 @@ class Row:
         self.sequence.truncate(num_tokens)
         self.num_reused_tokens = min(self.num_reused_tokens, num_tokens)
 
+    def drop_before(self, num_tokens: int) -> None:
+        """Give up the pages before that token, whole ones; they are named first.
+
+        Args:
+            num_tokens: Where a page begins. Tokens whose ids are not known stay without a name.
+        """
+        if num_tokens <= self.sequence.num_dropped_tokens:
+            return
+        ids = self.seen[:num_tokens]
+        if UNKNOWN not in ids:
+            self.sequence.commit(ids)
+        self.sequence.drop_before(num_tokens)
+
     def take_over(self, other: "Row", num_tokens: int) -> None:
         """Hold the first tokens of another row, whose pages are shared, in place of the own."""
         sequence = other.sequence.fork()

@@ -107,3 +107,6 @@ WAYS: dict[str, Callable[[Setting], Run]] = {
     "prompt lookup": prompt_lookup,
     "two turns": two_turns,
 }
+
+WITH_EQUAL_ROWS = ("several samples", "3 beams, batch of 2")
+"""Ways whose batches begin with the same prompt in several rows."""

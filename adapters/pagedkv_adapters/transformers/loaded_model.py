@@ -98,15 +98,9 @@ def _what_its_bytes_do_not_tell(parts: Parts) -> str | None:
 
 
 def _parts_of(model: torch.nn.Module) -> Parts:
-    """What a model consists of, in one walk that takes a third of ``modules()``'s time."""
+    """What a model consists of."""
     parts = Parts(set(), set(), set(), [])
-    seen: set[int] = set()
-    waiting: list[torch.nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
+    for module in modules_of(model):
         own = module.__dict__
         parts.kinds.add(type(module))
         if "forward" in own or own.get("_compiled_call_impl") is not None:
@@ -115,8 +109,19 @@ def _parts_of(model: torch.nn.Module) -> Parts:
             if parameter is not None:
                 parts.weights.add(type(parameter))
                 parts.devices.add(parameter.device)
-        waiting.extend(own["_modules"].values())
     return parts
+
+
+def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Each module once, as ``model.modules()``, in a third of the time."""
+    found: dict[int, torch.nn.Module] = {}
+    waiting: list[torch.nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module.__dict__["_modules"].values())
+    return list(found.values())
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

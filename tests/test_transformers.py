@@ -421,40 +421,6 @@ def test_a_prompt_may_be_any_row_of_ids(
 # -- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("build", "reason"),
-    [
-        (tiny.t5, "encoder-decoder"),
-        (tiny.dynamic_ntk, "dynamic rotary positions: its keys depend on the total length"),
-        (tiny.longrope, "longrope rotary positions: its keys depend on the total length"),
-        (tiny.gemma3n, "shares KV between layers"),
-        (tiny.deepseek_v3, "latent attention"),
-        (tiny.mamba, "keep no plain KV: linear_attention"),
-        (tiny.gemma4, "layers that differ in their KV heads"),
-        (tiny.doge, "hides tokens by their weight"),
-        (tiny.mimo_v2, "values of 128 channels and keys of 16"),
-        (lambda: tiny.llama().to(torch.float64), "computes in torch.float64"),
-    ],
-    ids=[
-        "T5",
-        "dynamic NTK",
-        "longrope",
-        "Gemma 3n",
-        "DeepSeek V3",
-        "Mamba",
-        "Gemma 4",
-        "Doge",
-        "MiMo V2",
-        "float64",
-    ],
-)
-def test_a_model_whose_kv_pages_cannot_hold_is_refused_with_the_reason(
-    build: Any, reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        spec_for(build())
-
-
 def test_other_weights_are_refused(
     model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
 ) -> None:
@@ -676,18 +642,6 @@ def test_a_fingerprint_of_ones_own_is_used(model: PreTrainedModel, prompt: torch
         cache = PagedCache.from_prompt(model, prompt, kv, model_fingerprint="mine")
         output = generate(model, prompt, cache)
     assert torch.equal(output.sequences, generate(model, prompt, usual_cache(model)).sequences)
-
-
-def test_the_spec_describes_the_kv_that_the_model_makes() -> None:
-    for build in tiny.SUPPORTED.values():
-        model = build()
-        spec = spec_for(model)
-        cache = usual_cache(model)
-        generate(model, random_ids(5, seed=9), cache, max_new_tokens=1)
-        keys = cache.layers[0].keys
-        assert len(cache.layers) == spec.num_layers
-        assert keys.shape == (1, spec.num_kv_heads, 5, spec.head_dim)
-        assert str(keys.dtype) == f"torch.{spec.dtype}"
 
 
 def test_the_pages_hold_what_dynamic_cache_holds(

@@ -151,7 +151,7 @@ def gemma4() -> PreTrainedModel:
     return _build("Gemma4ForCausalLM", "Gemma4TextConfig", sizes)
 
 
-def falcon() -> PreTrainedModel:
+def falcon(**changes: Any) -> PreTrainedModel:
     """One KV head for all query heads."""
     sizes = {
         "vocab_size": VOCABULARY,
@@ -160,7 +160,7 @@ def falcon() -> PreTrainedModel:
         "num_attention_heads": 4,
         "multi_query": True,
     }
-    return _build("FalconForCausalLM", "FalconConfig", sizes)
+    return _build("FalconForCausalLM", "FalconConfig", {**sizes, **changes})
 
 
 def gpt_oss() -> PreTrainedModel:
@@ -280,6 +280,241 @@ def _build(
     model_class: str, config_class: str, sizes: Mapping[str, Any], seed: int = 0
 ) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = getattr(transformers, config_class)(**sizes, **_COMMON)
+    config = getattr(transformers, config_class)(**{**_COMMON, **sizes})
     model: PreTrainedModel = getattr(transformers, model_class)(config)
     return model.eval()
+
+
+# -- what is refused, and what is not, for tests of the adapter's checks -------------------------
+
+
+def bert(**changes: Any) -> PreTrainedModel:
+    """An encoder, unless it is told to be a decoder."""
+    sizes = {**_SIZES, "num_key_value_heads": None, "pad_token_id": 0, **changes}
+    return _build("BertLMHeadModel", "BertConfig", sizes)
+
+
+def bart(**changes: Any) -> PreTrainedModel:
+    """The decoder of an encoder-decoder, whose configuration speaks of both."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": 64,
+        "encoder_layers": 3,
+        "decoder_layers": 3,
+        "encoder_ffn_dim": 96,
+        "decoder_ffn_dim": 96,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 2,
+        "init_std": 0.2,
+        "max_position_embeddings": 2048,
+    }
+    return _build("BartForCausalLM", "BartConfig", {**sizes, **changes})
+
+
+def llama4() -> PreTrainedModel:
+    """Layers that attend within chunks of the context."""
+    sizes = {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "attention_chunk_size": WINDOW,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+    }
+    return _build("Llama4ForCausalLM", "Llama4TextConfig", sizes)
+
+
+def mllama() -> PreTrainedModel:
+    """One layer attends to images."""
+    sizes = {**_SIZES, "cross_attention_layers": [1], **_TOKENS}
+    return _build("MllamaForCausalLM", "MllamaTextConfig", sizes)
+
+
+def moshi() -> PreTrainedModel:
+    """A window that only its cache knows."""
+    sizes = {**_SIZES, "ffn_dim": 96, "sliding_window": WINDOW}
+    return _build("MoshiForCausalLM", "MoshiConfig", sizes)
+
+
+def openai_gpt() -> PreTrainedModel:
+    """It computes everything again for each token."""
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    return _build("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", sizes)
+
+
+def rwkv() -> PreTrainedModel:
+    """A state, and no attention."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2}
+    return _build("RwkvForCausalLM", "RwkvConfig", sizes)
+
+
+def dory(n_recurrent_loops: int = 2) -> PreTrainedModel:
+    """The layer in the middle may run several times, each with KV of its own."""
+    sizes = {
+        **_SIZES,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+        "n_recurrent_loops": n_recurrent_loops,
+    }
+    return _build("DoryForCausalLM", "DoryConfig", sizes)
+
+
+def cpmant() -> PreTrainedModel:
+    """It puts eight tokens of its own before the prompt."""
+    sizes = {**_SIZES, "dim_head": 16, "dim_ff": 96, "prompt_length": 8, "prompt_types": 2}
+    return _build("CpmAntForCausalLM", "CpmAntConfig", sizes)
+
+
+def xlm() -> PreTrainedModel:
+    """It predicts a token from a mask that stands for it."""
+    sizes = {"vocab_size": VOCABULARY, "emb_dim": 64, "n_layers": 2, "n_heads": 4, "causal": True}
+    return _build("XLMWithLMHeadModel", "XLMConfig", {**sizes, "pad_token_id": 2})
+
+
+def idefics() -> PreTrainedModel:
+    """Layers between the others attend to images."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision = {"embed_dim": 32, "image_size": 16, "patch_size": 8, "num_attention_heads": 2}
+    sizes = {
+        **_SIZES,
+        **_TOKENS,
+        "additional_vocab_size": 0,
+        "vision_config": {**small, **vision},
+        "use_resampler": False,
+    }
+    return _build("IdeficsForVisionText2Text", "IdeficsConfig", sizes)
+
+
+def lfm2() -> PreTrainedModel:
+    """A short convolution in some layers."""
+    sizes = {**_SIZES, "layer_types": ["conv", "full_attention", "full_attention"]}
+    return _build("Lfm2ForCausalLM", "Lfm2Config", sizes)
+
+
+def falcon_h1() -> PreTrainedModel:
+    """Attention and a recurrent state in the same layer."""
+    sizes = {**_SIZES, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}
+    return _build("FalconH1ForCausalLM", "FalconH1Config", {**sizes, "mamba_d_state": 16})
+
+
+def deepseek_v32() -> PreTrainedModel:
+    """An index chooses the tokens that are attended."""
+    sizes = {
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 8,
+    }
+    return _build("DeepseekV32ForCausalLM", "DeepseekV32Config", sizes)
+
+
+def minimax(layer_type: str) -> PreTrainedModel:
+    """A cache of its own, even if no layer has a recurrent state."""
+    sizes = {
+        **_SIZES,
+        "head_dim": 16,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "layer_types": [layer_type] * 3,
+    }
+    return _build("MiniMaxForCausalLM", "MiniMaxConfig", sizes)
+
+
+def qwen3_next() -> PreTrainedModel:
+    """A class with a recurrent state, even if no layer has one here."""
+    sizes = {
+        **_SIZES,
+        "head_dim": 16,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["full_attention"] * 3,
+    }
+    return _build("Qwen3NextForCausalLM", "Qwen3NextConfig", sizes)
+
+
+def gemma(**changes: Any) -> PreTrainedModel:
+    """A decoder, unless it is told to attend to later tokens too."""
+    return _build("GemmaForCausalLM", "GemmaConfig", {**_SIZES, "head_dim": 16, **changes})
+
+
+def gpt2_that_listens() -> PreTrainedModel:
+    """It can attend to the output of an encoder."""
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4}
+    return _build("GPT2LMHeadModel", "GPT2Config", {**sizes, "add_cross_attention": True})
+
+
+def blip2() -> PreTrainedModel:
+    """Two models in one: images, and a language model that is called in turn."""
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    text = transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        ffn_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        word_embed_proj_dim=32,
+    )
+    config = transformers.Blip2Config(
+        vision_config={**small, "num_attention_heads": 2, "image_size": 16, "patch_size": 8},
+        qformer_config={**small, "num_attention_heads": 2, "encoder_hidden_size": 32},
+        text_config=text,
+    )
+    return transformers.Blip2ForConditionalGeneration(config).eval()
+
+
+def blt() -> PreTrainedModel:
+    """Four models in one, none of which is the decoder by name."""
+    torch.manual_seed(0)
+    part: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    part |= {"vocab_size": VOCABULARY, "num_attention_heads": 2, "num_key_value_heads": 2}
+    outer = {**part, "hidden_size_global": 32, "cross_attn_k": 1}
+    config = transformers.BltConfig(
+        vocab_size=VOCABULARY,
+        patcher_config=part,
+        global_config=part,
+        encoder_config=outer,
+        decoder_config=outer,
+        encoder_hash_byte_group_vocab=64,
+        encoder_hash_byte_group_size=[2],
+        cross_attn_k=1,
+    )
+    return transformers.BltForCausalLM(config).eval()
+
+
+def rope(position: str, **form: Any) -> PreTrainedModel:
+    """Rotary positions that depend on the length, in some form of configuration."""
+    if position == "by layer type":
+        static = {"rope_type": "default", "rope_theta": 10000.0}
+        return _build(
+            "Gemma3ForCausalLM",
+            "Gemma3TextConfig",
+            {
+                **_SIZES,
+                "head_dim": 16,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                "rope_parameters": {"sliding_attention": static, "full_attention": form},
+            },
+        )
+    return llama(**{position: form})
+
+
+_TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""For configurations that insist on numbers."""

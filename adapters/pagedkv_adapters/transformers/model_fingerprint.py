@@ -11,11 +11,15 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 import pagedkv as pk
+from pagedkv_adapters.transformers.loaded_model import modules_of
 
-_FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, tuple[tuple[tuple[str, int, int], ...], str]] = (
-    WeakKeyDictionary()
-)
+_State = tuple[tuple[tuple[int, int], ...], bytes]
+
+_FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = WeakKeyDictionary()
 """State of the parameters when they were hashed, and their fingerprint."""
+
+_BEGIN = 4
+"""Numbers of each parameter by which changes are seen that torch does not count."""
 
 _NOT_WEIGHTS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """What a configuration says beside the model: its dtype is a field of the ``KVSpec``."""
@@ -27,7 +31,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     A model as it was loaded from a folder has the fingerprint of the folder's files, the same in
     every engine. Any other is hashed tensor by tensor: one that exists only in memory, that was
     loaded with another configuration than the folder's, to which parameters were added (LoRA), or
-    whose parameters were changed in place (torch counts that; ``tensor.data`` evades it).
+    whose parameters were changed or replaced. Changes are seen by torch's count of them, and where
+    ``tensor.data`` evades that, by some numbers of each parameter.
     """
     state = _state_of(model)
     known_state, known = _FINGERPRINTS.get(model, (None, ""))
@@ -41,25 +46,48 @@ def fingerprint(model: PreTrainedModel) -> str:
     return known
 
 
-def _state_of(model: PreTrainedModel) -> tuple[tuple[str, int, int], ...]:
-    """Which tensors are the model's parameters, and how often each was changed in place."""
-    return tuple((n, p.data_ptr(), p._version) for n, p in model.named_parameters())
+def _state_of(model: PreTrainedModel) -> _State:
+    """Where the parameters are, how often each was changed in place, and how each begins."""
+    found = [p for m in modules_of(model) for p in m._parameters.values() if p is not None]
+    # What is no plain parameter (but quantised, say) need not have elements in this sense.
+    plain = [p for p in found if type(p) is torch.nn.Parameter and p.numel() >= _BEGIN]
+    begins = b""
+    for device in {parameter.device for parameter in plain} - {torch.device("meta")}:
+        with torch.inference_mode():
+            here = [p.as_strided((_BEGIN,), (1,)) for p in plain if p.device == device]
+            begins += torch.cat(here).double().cpu().numpy().tobytes()
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in found), begins
 
 
 def _is_as_stored(model: PreTrainedModel, folder: Path) -> bool:
-    """Whether the folder holds all parameters of the model, and its configuration."""
+    """Whether the folder holds all parameters of the model as they are, and its configuration."""
     shards = sorted(folder.glob("*.safetensors"))
     if not shards or not (folder / "config.json").is_file():
         return False
-    stored: set[str] = set()
+    missing = dict(model.named_parameters())
     for shard in shards:
         with safe_open(shard, framework="pt") as tensors:
-            stored.update(tensors.keys())
-    if not {name for name, _ in model.named_parameters()} <= stored:
-        return False
-    if any(parameter._version for parameter in model.parameters()):
+            for name in missing.keys() & set(tensors.keys()):
+                if not _begins_alike(missing.pop(name), tensors.get_slice(name)):
+                    return False
+    if missing or any(parameter._version for parameter in model.parameters()):
         return False
     return _identity_of(type(model.config).from_pretrained(folder)) == _identity_of(model.config)
+
+
+def _begins_alike(parameter: torch.Tensor, stored: Any) -> bool:
+    """Whether a parameter has the shape of a stored tensor, and some of its rows."""
+    if parameter.is_meta:
+        return True
+    shape = list(parameter.shape)
+    if shape != stored.get_shape():
+        return False
+    rows = {0, shape[0] // 2, shape[0] - 1} if shape and shape[0] else set()
+    for row in rows:
+        expected = stored[row : row + 1].to(parameter.dtype)
+        if not torch.equal(parameter[row : row + 1].detach().cpu(), expected):
+            return False
+    return True
 
 
 def _fingerprint_tensors(model: PreTrainedModel) -> str:

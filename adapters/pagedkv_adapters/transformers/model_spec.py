@@ -1,17 +1,35 @@
-"""The ``KVSpec`` of a transformers model, or why there is none."""
+"""The ``KVSpec`` of a transformers model."""
 
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
 import pagedkv as pk
+from pagedkv_adapters.transformers.loaded_model import require_plain
 from pagedkv_adapters.transformers.model_fingerprint import fingerprint
+from pagedkv_adapters.transformers.supported import require_supported
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-_ATTENTION_TYPES = ("full_attention", "sliding_attention")
+
+
+class Geometry(NamedTuple):
+    """The KV of one token.
+
+    Args:
+        num_layers: Layers that keep it.
+        num_kv_heads: Heads of each.
+        head_dim: Channels of a head, of keys as of values.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+_geometries: WeakKeyDictionary[PreTrainedModel, tuple[Any, Geometry]] = WeakKeyDictionary()
+"""What was found for a model that is supported, and for which configuration."""
 
 
 def spec_for(
@@ -25,60 +43,43 @@ def spec_for(
         model_fingerprint: Fingerprint of the weights; ``fingerprint(model)`` by default.
 
     Raises:
-        ValueError: The model's cache is of a kind that pages cannot hold; the message says why.
+        ValueError: Pages cannot hold the model's KV, or not as it was loaded; the message says why
+            and what to do.
     """
-    config = model.config.get_text_config(decoder=True)
-    _refuse_unsupported(model, config)
-    try:
-        num_kv_heads, head_dim = _heads_of(config)
-    except AmbiguousGlobalPerLayerAttributeError as error:
+    require_plain(model, is_named=model_fingerprint is not None)
+    known_config, geometry = _geometries.get(model, (None, None))
+    if geometry is None or known_config is not model.config:
+        geometry = _geometry_of(model)
+        _geometries[model] = (model.config, geometry)
+    if model.dtype not in _DTYPES:
+        known = ", ".join(_DTYPES.values())
         raise ValueError(
-            f"{type(model).__name__} has layers that differ in their KV heads, which is not "
-            f"supported yet ({error})"
-        ) from error
+            f"{type(model).__name__} computes in {model.dtype}: load it in one of {known}"
+        )
     return pk.KVSpec(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
         page_tokens=page_tokens,
         dtype=_DTYPES[model.dtype],
         model=fingerprint(model) if model_fingerprint is None else model_fingerprint,
     )
 
 
-def _heads_of(config: Any) -> tuple[int, int]:
-    """KV heads and channels of a head, the same in every layer."""
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    if getattr(config, "multi_query", False) and not getattr(
-        config, "new_decoder_architecture", False
-    ):
-        num_kv_heads = 1
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return num_kv_heads, head_dim
-
-
-def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
-    """``ValueError`` with the reason if pages cannot hold the KV of this model."""
+def _geometry_of(model: PreTrainedModel) -> Geometry:
+    """The geometry of a model; ``ValueError`` if it is not supported, or has several."""
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder: only causal models are supported")
-    if getattr(config, "use_bidirectional_attention", False):
+    config = model.config.get_text_config(decoder=True)
+    require_supported(model, config)
+    try:
+        found = {_heads_of(layer): None for layer in config.per_layer_config}
+    except AttributeError as error:
+        raise ValueError(f"{name} has a configuration that tells no KV heads ({error})") from error
+    if len(found) > 1:
+        pairs = ", ".join(f"{heads} of {channels} channels" for heads, channels in found)
         raise ValueError(
-            f"{name} attends to later tokens too (use_bidirectional_attention), so that the KV of "
-            "a prefix depends on what follows"
+            f"{name} has layers that differ in their KV heads ({pairs}), which is not supported yet"
         )
-    if getattr(config, "keep_window_size", None):
-        raise ValueError(
-            f"{name} hides tokens by their weight (keep_window_size), so that the KV of a prefix "
-            "depends on what follows"
-        )
-    if model.dtype not in _DTYPES:
-        known = ", ".join(_DTYPES.values())
-        raise ValueError(f"{name} computes in {model.dtype}: load it in one of {known}")
-    others = set(getattr(config, "layer_types", None) or ()) - set(_ATTENTION_TYPES)
-    if others:
-        raise ValueError(f"{name} has layers that keep no plain KV: {', '.join(sorted(others))}")
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"{name} uses latent attention (kv_lora_rank), which is not supported yet")
     value_dim = getattr(config, "v_head_dim", None)
@@ -87,19 +88,17 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
             f"{name} has values of {value_dim} channels and keys of {config.head_dim}, which is "
             "not supported yet"
         )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{name} shares KV between layers, which is not supported yet")
-    for kind in _rope_types(getattr(config, "rope_parameters", None)):
-        if kind in _LENGTH_DEPENDENT:
-            raise ValueError(
-                f"{name} uses {kind} rotary positions: its keys depend on the total length, so "
-                "that a stored prefix would be wrong in a longer prompt"
-            )
+    return Geometry(config.num_hidden_layers, *next(iter(found)))
 
 
-def _rope_types(parameters: Any) -> set[str]:
-    """All ``rope_type`` values of a configuration, nested by layer type or not."""
-    if not isinstance(parameters, dict):
-        return set()
-    found = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
-    return found.union(*(_rope_types(value) for value in parameters.values()))
+def _heads_of(config: Any) -> tuple[int, int]:
+    """KV heads and channels of a head of a layer."""
+    of_decoder = getattr(config, "decoder_attention_heads", None)  # beside those of an encoder
+    num_heads = of_decoder or config.num_attention_heads
+    num_kv_heads = of_decoder or getattr(config, "num_key_value_heads", None) or num_heads
+    if getattr(config, "multi_query", False) and not getattr(
+        config, "new_decoder_architecture", False
+    ):
+        num_kv_heads = 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return num_kv_heads, head_dim

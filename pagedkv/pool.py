@@ -124,12 +124,12 @@ class SlotPool:
         self.pins[slot] -= 1
         self._num_pinned -= not self.pins[slot]
 
-    def use(self, slots: Numbers) -> None:
+    def use(self, slots: Numbers | slice) -> None:
         """``pin`` many slots, each named once, in little time."""
         self._uses[slots] += 1
         self._num_using += 1
 
-    def end_use(self, slots: Numbers) -> None:
+    def end_use(self, slots: Numbers | slice) -> None:
         """Take the pins of ``use`` back."""
         self._uses[slots] -= 1
         self._num_using -= 1

@@ -162,6 +162,23 @@ class Residency:
             self.pool.end_use(slots)
             self.lock.notify_all()
 
+    def begin_run(self, first: int, stop: int) -> None:
+        """Pin slots that follow each other, whose pages the caller holds, in little time."""
+        self.pool.use(slice(first, stop))
+
+    def end_run(self, pages: Sequence[Page], first: int, stop: int) -> None:
+        """Take the pins of ``begin_run`` back.
+
+        Args:
+            pages: Those in the slots; the caller may have given them up meanwhile.
+            first: As for ``begin_run``.
+            stop: The same.
+        """
+        self.pool.end_use(slice(first, stop))
+        for page in pages:
+            if not page.ref_count:
+                self._settle(page)
+
     def touch(self, pages: Sequence[Page]) -> None:
         """Note that a run of pages was used, the root of it last, so that it stays longest."""
         for page in reversed(pages):

@@ -77,8 +77,7 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
         run = range(first, first + len(slots)) if first is not None else range(0)
         is_run = slots == list(run)
         if is_run:
-            for page in pages:
-                places.pin(page)
+            places.begin_run(run.start, run.stop)
         else:
             buffer = _take_buffer(spare, places.spec, len(pages))
             with places.copying([page for page in pages if page.slot is not None]):
@@ -91,8 +90,7 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
             yield view
         finally:
             with places.lock:
-                for page in pages:
-                    places.unpin(page)
+                places.end_run(pages, run.start, run.stop)
                 places.lock.notify_all()
     else:
         try:
@@ -111,12 +109,16 @@ def _write(
     moves: Mover, pages: Sequence[Page], layer: int, start: int, kinds: Sequence[Array]
 ) -> None:
     places = moves.places
-    done = 0
-    for page in pages:
-        count = min(places.spec.page_tokens - start, len(kinds[0]) - done)
+    slots = [page.slot for page in pages]
+    done, at = 0, 0
+    while at < len(pages):
+        page, num_pages = pages[at], _run_length(slots, at)
+        count = min(num_pages * places.spec.page_tokens - start, len(kinds[0]) - done)
         parts = [values[done : done + count] for values in kinds]
         if page.slot is not None:
-            _put(places.pool.layer(layer, page.slot), start, parts)
+            for kind, values in enumerate(parts):
+                run = places.pool.run(layer, kind, page.slot, num_pages)
+                run[start : start + count] = values
         else:
             assert page.spill is not None
             spill = moves.spill_file()
@@ -128,6 +130,7 @@ def _write(
             _put(after, start, parts)
             spill.write_layer(page.spill, layer, after, before)
         done += count
+        at += num_pages
         start = 0
 
 
@@ -140,13 +143,19 @@ def _copy_resident(pool: SlotPool, slots: Sequence[int | None], layer: int, out:
     """Copy one layer of the slots to their numbers in ``out``, ``(kind, page, token, ...)``."""
     number = 0
     while number < len(slots):
-        slot = slots[number]
-        count = 1
+        slot, count = slots[number], _run_length(slots, number)
         if slot is not None:
-            while number + count < len(slots) and slots[number + count] == slot + count:
-                count += 1
             out[:, number : number + count] = pool.array[layer, :, slot : slot + count]
         number += count
+
+
+def _run_length(slots: Sequence[int | None], at: int) -> int:
+    """How many slots from that one on lie one behind the other; 1 for a page without a slot."""
+    slot, count = slots[at], 1
+    if slot is not None:
+        while at + count < len(slots) and slots[at + count] == slot + count:
+            count += 1
+    return count
 
 
 def _take_buffer(spare: list[Array], spec: KVSpec, num_pages: int) -> Array:

@@ -19,11 +19,10 @@ import pagedkv as pk
 from pagedkv_adapters.transformers import PagedCache, attention, paged_cache
 from pagedkv_adapters.transformers.attention import (
     MAX_QUERIES,
-    Seen,
     paged_attention,
-    seen_through,
 )
 from pagedkv_adapters.transformers.forward_input import ForwardInput
+from pagedkv_adapters.transformers.seen import Seen, seen_through
 
 pytestmark = [
     pytest.mark.torch,

@@ -1,10 +1,10 @@
-"""The ``KVSpec`` of a transformers model."""
+"""The ``KVSpec`` of a transformers model, and its windows."""
 
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import pagedkv as pk
 from pagedkv_adapters.transformers.loaded_model import require_plain
@@ -64,6 +64,24 @@ def spec_for(
         dtype=_DTYPES[model.dtype],
         model=fingerprint(model) if model_fingerprint is None else model_fingerprint,
     )
+
+
+def windows_of(model: PreTrainedModel, *, window_only: bool) -> list[int | None]:
+    """The window of each layer, as ``DynamicCache`` knows it; None where there is none.
+
+    Raises:
+        ValueError: Some layer has none, and there are to be windows only.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    windows = windows or [None] * config.num_hidden_layers
+    if window_only and None in windows:
+        raise ValueError(
+            f"window_only: layer {windows.index(None)} of {type(model).__name__} has no window, so "
+            "that it looks at all pages: leave window_only out"
+        )
+    return windows
 
 
 def _geometry_of(model: PreTrainedModel) -> Geometry:

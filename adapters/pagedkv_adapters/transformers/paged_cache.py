@@ -5,11 +5,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 import pagedkv as pk
 from pagedkv_adapters.transformers.answers import Padding, match_beams, match_rows
@@ -18,17 +17,18 @@ from pagedkv_adapters.transformers.attention import (
     MAX_GATHERED_NBYTES,
     MAX_QUERIES,
     Pages,
-    Seen,
     mark,
-    seen_through,
 )
+from pagedkv_adapters.transformers.batch_arrays import append, attend, gather
 from pagedkv_adapters.transformers.forward_input import ForwardInput
 from pagedkv_adapters.transformers.model_hook import watch
-from pagedkv_adapters.transformers.model_spec import spec_for
+from pagedkv_adapters.transformers.model_spec import spec_for, windows_of
 from pagedkv_adapters.transformers.paged_layer import PagedLayer
 from pagedkv_adapters.transformers.row import Row
+from pagedkv_adapters.transformers.rows import Rows
+from pagedkv_adapters.transformers.seen import Seen, seen_through
 from pagedkv_adapters.transformers.shared_prefill import MIN_SAVED_TOKENS, Compute, bring_level
-from pagedkv_adapters.transformers.tensors import no_gradient, to_numpy, to_torch
+from pagedkv_adapters.transformers.tensors import no_gradient, to_torch
 from pagedkv_adapters.transformers.token_ids import as_rows, pads_of, require_equal
 
 
@@ -146,7 +146,7 @@ class PagedCache(Cache):
         """Take rows that are there, for a model that has been checked."""
         self.kv = kv
         self._model = model
-        self._set_rows(rows)  # a row that occurs more than once is one sequence
+        self._rows = Rows(rows)
         self._prompts = tuple(rows)
         self._past = 0  # columns before those that this forward pass appends
         self._is_begun = False  # whether there is one
@@ -170,14 +170,16 @@ class PagedCache(Cache):
     @property
     def sequences(self) -> tuple[pk.Sequence, ...]:
         """The sequence of each row; rows that are equal so far have the same."""
-        return tuple(row.sequence for row in self._rows)
+        return tuple(row.sequence for row in self._rows.all)
 
     @property
     def sequence(self) -> pk.Sequence:
         """The only sequence; ``ValueError`` if there are several."""
-        if len(self._distinct) > 1:
-            raise ValueError(f"the cache holds {len(self._distinct)} sequences: take sequences")
-        return self._rows[0].sequence
+        if len(self._rows.distinct) > 1:
+            raise ValueError(
+                f"the cache holds {len(self._rows.distinct)} sequences: take sequences"
+            )
+        return self._rows.all[0].sequence
 
     @property
     def batch_size(self) -> int:
@@ -205,10 +207,10 @@ class PagedCache(Cache):
         self.settle()
         outputs = as_rows(output_ids, "output_ids")
         if self._is_reordered:
-            named = match_beams(self._distinct, outputs)
+            named = match_beams(self._rows.distinct, outputs)
         else:
             pads = Padding.of(self._model, pad_token_id)
-            named = match_rows(self._rows, outputs, pads)
+            named = match_rows(self._rows.all, outputs, pads)
         for row, ids in named:
             row.commit(ids)
 
@@ -216,14 +218,14 @@ class PagedCache(Cache):
         """Store all sequences durably, the last, partial pages too; ``commit`` them first."""
         self.settle()
         # Beams that were not returned have no names: they are not to be found again.
-        committed = [row for row in self._distinct if row.is_committed]
-        for row in committed or self._distinct:
+        committed = [row for row in self._rows.distinct if row.is_committed]
+        for row in committed or self._rows.distinct:
             row.save()
 
     def close(self) -> None:
         """Give up the pages; committed ones stay cached."""
         self._end_gather()
-        for row in self._distinct:
+        for row in self._rows.distinct:
             row.close()
 
     def __enter__(self) -> Self:
@@ -243,7 +245,7 @@ class PagedCache(Cache):
         """Columns, pads and tokens, that all rows hold; in a forward pass, before it."""
         if self._is_begun:
             return self._past
-        return min(row.num_columns for row in self._distinct)
+        return self._rows.num_columns
 
     def update(
         self,
@@ -273,12 +275,7 @@ class PagedCache(Cache):
                 f"{tuple(value_states.shape)}, but the cache holds {num_rows} rows: call the model "
                 "that the cache was made for, or batch_repeat_interleave first"
             )
-        new = to_numpy(key_states), to_numpy(value_states)
-        for at, row in self._numbered:
-            num_pads = self._new_pads(row)
-            if num_pads < shape[2]:
-                k, v = (states[at, num_pads:] for states in new)
-                row.sequence.append_layer(layer_idx, k, v)
+        append(self._rows, layer_idx, self._past, key_states, value_states)
         is_whole = not self._attends_to_pages or self._is_gathered(layer_idx, shape[2])
         if is_whole:
             if self._past:
@@ -297,34 +294,33 @@ class PagedCache(Cache):
         num_left = self._past + tokens_to_remove
         if num_left < 0:
             raise ValueError(f"crop by {tokens_to_remove}: the cache holds {self._past} tokens")
-        for row in self._distinct:
+        for row in self._rows.distinct:
             row.truncate(min(row.num_tokens, max(0, num_left - row.num_pads)))
 
     def reset(self) -> None:
         """Drop all rows, and begin with an empty one."""
         self.settle()
-        first, *others = self._distinct
-        first.forget_prompt()
-        for row in others:
-            row.close()
-        self._set_rows([first])
+        self._rows.select(torch.zeros(1, dtype=torch.long))
+        self._rows.all[0].forget_prompt()
         self._is_reordered = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Go on with these rows; one that occurs several times is forked when its copies differ."""
-        self._select(beam_idx)
+        self.settle()
+        self._rows.select(beam_idx)
         self._is_reordered = True
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Go on with these rows, which numbers or booleans select; give up the others."""
-        self._select(torch.arange(len(self._rows))[indices.cpu()])
+        self.settle()
+        self._rows.select(torch.arange(len(self._rows))[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Go on with every row so many times, one beside the other."""
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}: give 1 or more")
         self.settle()
-        self._set_rows([row for row in self._rows for _ in range(repeats)])
+        self._rows.repeat(repeats)
 
     # -- what the hook on the model calls ------------------------------------------------------
 
@@ -335,7 +331,7 @@ class PagedCache(Cache):
             ClosedError: The cache is closed.
         """
         self._end_gather()
-        for row in self._distinct:
+        for row in self._rows.distinct:
             row.settle()
         self._is_begun = False
         self._past = self.get_seq_length()
@@ -368,13 +364,9 @@ class PagedCache(Cache):
         Raises:
             ValueError: The rows are not those of the cache, or go on otherwise than announced.
         """
-        rows = self._spread(given)
-        for at, row in enumerate(rows):
-            row.require_pads(int(given.num_pads[at]), given.num_columns)
-            if given.ids is not None:
-                row.require_ids(given.ids[at], given.past)
-        self._set_rows(self._parted(rows, given))
-        for at, row in self._numbered:
+        self._rows.check(given)
+        self._rows.part(given)
+        for at, row in self._rows.numbered:
             row.place(int(given.num_pads[at]))
             if given.ids is not None:
                 row.keep(given.ids[at], given.past)
@@ -382,9 +374,9 @@ class PagedCache(Cache):
             stop = given.num_columns - num_kept if compute else given.past
             min_saved = MIN_SAVED_TOKENS[self.kv.specs[0].dtype]
             self._past = bring_level(
-                self._rows, given, stop, compute or _compute_nothing, min_saved
+                self._rows.all, given, stop, compute or _compute_nothing, min_saved
             )
-        for at, row in self._numbered:
+        for at, row in self._rows.numbered:
             if given.ids is None:
                 row.see_unknown()
             else:
@@ -400,14 +392,14 @@ class PagedCache(Cache):
         """``ValueError`` if whole rows do not begin with the tokens that the cache holds."""
         ids = as_rows(input_ids, "input_ids")
         for at, row_ids in enumerate(ids):
-            row = self._rows[at * len(self._rows) // len(ids)]
+            row = self._rows.all[at * len(self._rows) // len(ids)]
             require_equal(row.seen, row_ids[row.num_pads :], "input_ids", "the cache holds")
 
     def only(self, numbers: Seq[int]) -> "PagedCache":
         """A cache over some of the rows, to compute what is theirs; it is not to be closed."""
         cache = PagedCache.__new__(PagedCache)
         windows = [self._layer(layer).window for layer in range(len(self.layers))]
-        rows = [self._rows[at] for at in numbers]
+        rows = [self._rows.all[at] for at in numbers]
         cache._start(self._model, self.kv, rows, windows, self._window_only)
         return cache
 
@@ -444,8 +436,8 @@ class PagedCache(Cache):
             values: The same.
         """
         first = self._layer(layer).first_column(self._past)
-        if len(self._rows) > 1 or self._rows[0].num_pads:
-            k, v = self._gather_rows(layer, keys, values, first)
+        if not self._rows.is_plain:
+            k, v = gather(self._rows, layer, self._past, first, keys, values)
         elif keys.shape[2] > 1:
             with self.sequence.gather(layer, self._past, first) as held:
                 before = [to_torch(array[None]).transpose(1, 2) for array in held]
@@ -480,32 +472,11 @@ class PagedCache(Cache):
         Returns:
             None if the mask is neither causal nor a window. Pads get zeros.
         """
-        num_new = query.shape[2]
-        seen = self._seen_through(attention_mask, num_new, self._layer(layer).window)
+        window = self._layer(layer).window
+        seen = self._seen_through(attention_mask, query.shape[2], window)
         if not all(one.is_causal for one in seen):
             return None
-        queries = to_numpy(query)
-        if len(self._rows) == 1 and not self._rows[0].num_pads:
-            out = self._rows[0].sequence.attend(
-                layer, queries[0], scale, window=seen[0].window, soft_cap=soft_cap
-            )[None]
-        else:
-            out = np.zeros_like(queries)
-            number_of = {id(row): at for at, row in self._numbered}
-            for at, row in enumerate(self._rows):
-                num_pads = self._new_pads(row)
-                first = number_of[id(row)]
-                if first != at:
-                    out[at] = out[first]
-                elif num_pads < num_new:
-                    out[at, num_pads:] = row.sequence.attend(
-                        layer,
-                        queries[at, num_pads:],
-                        scale,
-                        window=seen[at].window,
-                        soft_cap=soft_cap,
-                    )
-        return to_torch(out).to(query.device)
+        return attend(self._rows, layer, self._past, query, seen, scale, soft_cap)
 
     def note_attention(self, layer: int, *, is_untouched: bool) -> None:
         """What ``update`` returned came to ``paged_attention``.
@@ -528,87 +499,10 @@ class PagedCache(Cache):
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _set_rows(self, rows: Seq[Row]) -> None:
-        self._rows = list(rows)
-        numbers = {id(row): at for at, row in reversed(list(enumerate(rows)))}
-        self._numbered = sorted(((at, rows[at]) for at in numbers.values()), key=lambda one: one[0])
-        self._distinct = [row for _, row in self._numbered]
-
-    def _spread(self, given: ForwardInput) -> list[Row]:
-        """The row of each row of the input, of which there may be several for each of the cache."""
-        repeats, left_over = divmod(given.num_rows, len(self._rows))
-        if left_over or not repeats:
-            raise ValueError(
-                f"the forward pass has {given.num_rows} rows, but the cache holds "
-                f"{len(self._rows)}: select some with batch_select_indices, or make another "
-                "PagedCache"
-            )
-        return [row for row in self._rows for _ in range(repeats)]
-
-    def _parted(self, rows: Seq[Row], given: ForwardInput) -> list[Row]:
-        """``rows``, of which those that go on in different ways are different sequences now."""
-        parted: dict[tuple[int, int, bytes], Row] = {}
-        known: set[int] = set()
-        try:
-            for at, row in enumerate(rows):
-                way = _way_on(given, at)
-                if (id(row), *way) not in parted:
-                    parted[id(row), *way] = row.fork() if id(row) in known else row
-                    known.add(id(row))
-        except BaseException:
-            for row in parted.values():
-                if id(row) not in known:
-                    row.close()
-            raise
-        return [parted[id(row), *_way_on(given, at)] for at, row in enumerate(rows)]
-
-    def _select(self, numbers: torch.Tensor) -> None:
-        self.settle()
-        rows = [self._rows[number] for number in numbers.tolist()]
-        if not rows:
-            raise ValueError("no row is selected: a PagedCache holds at least one")
-        given_up = {id(row): row for row in self._distinct}
-        for row in rows:
-            given_up.pop(id(row), None)
-        self._set_rows(rows)
-        for row in given_up.values():
-            row.close()
-
-    def _new_pads(self, row: Row) -> int:
-        """Pads among the columns of this forward pass."""
-        return max(0, row.num_pads - self._past)
-
-    def _gather_rows(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``gather_layer`` of a batch from that column on: tensors of its own."""
-        num_rows, num_heads, num_new, _ = keys.shape
-        num_past = self._past - first
-        whole = []
-        for states in (keys, values):
-            shape = (num_rows, num_past + num_new, num_heads, states.shape[3])
-            whole.append(torch.empty(shape, dtype=states.dtype).transpose(1, 2))
-            whole[-1][:, :, num_past:] = states
-        arrays = [to_numpy(states) for states in whole]
-        number_of = {id(row): at for at, row in self._numbered}
-        for at, row in enumerate(self._rows):
-            source = number_of[id(row)]
-            if source != at:
-                for array in arrays:
-                    array[at, :num_past] = array[source, :num_past]
-                continue
-            num_pads = min(max(0, row.num_pads - first), num_past)
-            start = max(0, first - row.num_pads)
-            with row.sequence.gather(layer, start + num_past - num_pads, start) as held:
-                for array, past in zip(arrays, held, strict=True):
-                    array[at, :num_pads] = 0
-                    array[at, num_pads:num_past] = past
-        return whole[0].to(keys.device), whole[1].to(keys.device)
-
     def _drop_before_windows(self) -> None:
         """Give up the pages that no layer looks at any more."""
         first = min(self._layer(at).first_column(self._past) for at in range(len(self.layers)))
-        for row in self._distinct:
+        for row in self._rows.distinct:
             num_pages = max(0, first - row.num_pads) // self.kv.specs[0].page_tokens
             row.drop_before(num_pages * self.kv.specs[0].page_tokens)
 
@@ -636,7 +530,7 @@ class PagedCache(Cache):
         num_tokens = self._past + num_queries
         seen = [
             seen_through(mask, at, num_queries, num_tokens, row.num_pads, window)
-            for at, row in enumerate(self._rows)
+            for at, row in enumerate(self._rows.all)
         ]
         self._masks.append((mask, window, seen))
         return seen
@@ -661,31 +555,6 @@ def check_spec(model: PreTrainedModel, kv: pk.PagedKVCache, model_fingerprint: s
         raise ValueError(f"kv has {len(kv.specs)} specs: PagedCache needs a cache with one")
     spec = spec_for(model, kv.specs[0].page_tokens, model_fingerprint)
     spec.require_equal(kv.specs[0], "the PagedKVCache")
-
-
-def windows_of(model: PreTrainedModel, *, window_only: bool) -> list[int | None]:
-    """The window of each layer, as ``DynamicCache`` knows it; None where there is none.
-
-    Raises:
-        ValueError: Some layer has none, and there are to be windows only.
-    """
-    config = model.config.get_text_config(decoder=True)
-    layers = DynamicCache(config=config).layers
-    windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    windows = windows or [None] * config.num_hidden_layers
-    if window_only and None in windows:
-        raise ValueError(
-            f"window_only: layer {windows.index(None)} of {type(model).__name__} has no window, so "
-            "that it looks at all pages: leave window_only out"
-        )
-    return windows
-
-
-def _way_on(given: ForwardInput, row: int) -> tuple[int, bytes]:
-    """What tells apart how rows go on; rows of embeddings are all different."""
-    if given.ids is None:
-        return row, b""
-    return int(given.num_pads[row]), given.ids[row].tobytes()
 
 
 def _compute_nothing(numbers: Seq[int], start: int, stop: int) -> None:

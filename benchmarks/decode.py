@@ -134,7 +134,7 @@ def generate(bench: Bench) -> None:
         (512, "sdpa", 1 / 1.05),
         (4096, "pagedkv", 1.0),
     ):
-        _generate(bench, model, bench.count(num_tokens, 40), attention, ratio)
+        _generate(bench, model, bench.count(num_tokens, num_tokens // 16), attention, ratio)
 
 
 def _generate(

@@ -26,7 +26,7 @@ from pagedkv_adapters.transformers.forward_input import ForwardInput
 from pagedkv_adapters.transformers.model_hook import watch
 from pagedkv_adapters.transformers.model_spec import spec_for
 from pagedkv_adapters.transformers.paged_layer import PagedLayer
-from pagedkv_adapters.transformers.row import Row
+from pagedkv_adapters.transformers.row import Row, distinct_numbers
 from pagedkv_adapters.transformers.shared_prefill import MIN_SAVED_TOKENS, Compute, bring_level
 from pagedkv_adapters.transformers.tensors import no_gradient, to_numpy, to_torch
 from pagedkv_adapters.transformers.token_ids import as_rows, pads_of, require_equal
@@ -146,7 +146,7 @@ class PagedCache(Cache):
         """Take rows that are there, for a model that has been checked."""
         self.kv = kv
         self._model = model
-        self._set_rows(rows)  # a row that occurs more than once is one sequence
+        self._set_rows(rows)
         self._prompts = tuple(rows)
         self._past = 0  # columns before those that this forward pass appends
         self._is_begun = False  # whether there is one
@@ -491,10 +491,9 @@ class PagedCache(Cache):
             )[None]
         else:
             out = np.zeros_like(queries)
-            number_of = {id(row): at for at, row in self._numbered}
             for at, row in enumerate(self._rows):
                 num_pads = self._new_pads(row)
-                first = number_of[id(row)]
+                first = self._number_of[id(row)]
                 if first != at:
                     out[at] = out[first]
                 elif num_pads < num_new:
@@ -529,9 +528,10 @@ class PagedCache(Cache):
     # -- inside --------------------------------------------------------------------------------
 
     def _set_rows(self, rows: Seq[Row]) -> None:
+        """Go on with these; a row that occurs more than once is one sequence."""
         self._rows = list(rows)
-        numbers = {id(row): at for at, row in reversed(list(enumerate(rows)))}
-        self._numbered = sorted(((at, rows[at]) for at in numbers.values()), key=lambda one: one[0])
+        self._numbered = [(at, rows[at]) for at in distinct_numbers(rows)]
+        self._number_of = {id(row): at for at, row in self._numbered}
         self._distinct = [row for _, row in self._numbered]
 
     def _spread(self, given: ForwardInput) -> list[Row]:
@@ -590,9 +590,8 @@ class PagedCache(Cache):
             whole.append(torch.empty(shape, dtype=states.dtype).transpose(1, 2))
             whole[-1][:, :, num_past:] = states
         arrays = [to_numpy(states) for states in whole]
-        number_of = {id(row): at for at, row in self._numbered}
         for at, row in enumerate(self._rows):
-            source = number_of[id(row)]
+            source = self._number_of[id(row)]
             if source != at:
                 for array in arrays:
                     array[at, :num_past] = array[source, :num_past]

@@ -1,7 +1,8 @@
 """``Row``: one sequence of a batch, behind the pads that align it with the others."""
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
-import numpy.typing as npt
 
 import pagedkv as pk
 from pagedkv_adapters.transformers.token_ids import (
@@ -17,7 +18,8 @@ class Row:
     """One sequence of a batch: pads first, of which nothing is kept, then tokens.
 
     Columns are what transformers counts: pads and tokens. A token's place in the sequence, and so
-    its position and its page, does not depend on the pads before it.
+    its position and its page, does not depend on the pads before it. (A store has rows and columns
+    too, as arrays have: there a row is a page. Neither is meant in this package.)
 
     Args:
         sequence: Holds the tokens' KV; the row owns it.
@@ -68,11 +70,10 @@ class Row:
                 "gets, and another batch another PagedCache"
             )
 
-    def require_ids(self, ids: Ids, column: int, source: str = "from_prompt was given") -> None:
+    def require_ids(self, ids: Ids, column: int) -> None:
         """``ValueError`` if the prompt has other ids from that column on."""
-        at = max(0, column - self.num_pads)
-        new = ids[max(0, self.num_pads - column) :]
-        require_equal(self._prompt[at:], new, "input_ids", source, at=at)
+        at, new = self._tokens_among(ids, column)
+        require_equal(self._prompt[at:], new, "input_ids", "the cache was made for", at=at)
 
     def place(self, num_pads: int) -> None:
         """Take the pads from a mask, where they were not known yet."""
@@ -81,15 +82,13 @@ class Row:
 
     def keep(self, ids: Ids, column: int) -> None:
         """Drop tokens that are held but are others than ``ids``, which begin at that column."""
-        at = max(0, column - self.num_pads)
+        at, new = self._tokens_among(ids, column)
         if at < self.num_tokens:
-            new = ids[max(0, self.num_pads - column) :]
             self.truncate(at + num_common(self.seen[at:], new))
 
     def see(self, ids: Ids, column: int) -> None:
         """Note the ids of the columns that are about to be computed."""
-        at = max(0, column - self.num_pads)
-        new = ids[max(0, self.num_pads - column) :]
+        at, new = self._tokens_among(ids, column)
         self._seen = np.concatenate([with_unknown(self._seen, at), new])
         self.is_committed = False
 
@@ -147,7 +146,7 @@ class Row:
         self._is_placed = False
         self._prompt = self._seen = self._prompt[:0]
 
-    def commit(self, ids: npt.NDArray[np.int64]) -> None:
+    def commit(self, ids: Ids) -> None:
         """Name the first tokens of the row, as they were seen."""
         self.sequence.commit(ids)
         self.is_committed = True
@@ -174,3 +173,15 @@ class Row:
     def close(self) -> None:
         """Give up the pages."""
         self.sequence.close()
+
+    def _tokens_among(self, ids: Ids, column: int) -> tuple[int, Ids]:
+        """Of the ids of columns from that one on those of tokens, and which token is the first."""
+        return max(0, column - self.num_pads), ids[max(0, self.num_pads - column) :]
+
+
+def distinct_numbers(rows: Seq[Row]) -> list[int]:
+    """Numbers of a batch's rows, in order; of one that occurs more than once the first only."""
+    numbers: dict[int, int] = {}
+    for at, row in enumerate(rows):
+        numbers.setdefault(id(row), at)
+    return list(numbers.values())

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from pagedkv_adapters.transformers.forward_input import ForwardInput
-from pagedkv_adapters.transformers.row import Row
+from pagedkv_adapters.transformers.row import Row, distinct_numbers
 from pagedkv_adapters.transformers.token_ids import Ids, num_common
 
 MIN_SAVED_TOKENS = {"float32": 256, "float16": 2048, "bfloat16": 2048}
@@ -40,8 +40,7 @@ def bring_level(
     Returns:
         The column from which on the batch is to compute.
     """
-    distinct = list({id(row): at for at, row in reversed(list(enumerate(rows)))}.values())
-    distinct.sort()
+    distinct = distinct_numbers(rows)
     if given.ids is not None and stop > given.past:
         if len(distinct) > 1:
             _compute_common(

@@ -367,19 +367,32 @@ def test_one_of_several_answers_is_continued(model: PreTrainedModel, kv: pk.Page
     assert kv.stats().num_pages_held == 0
 
 
-def test_a_cache_is_repeated_for_a_batch(model: PreTrainedModel, kv: pk.PagedKVCache) -> None:
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_cache_is_repeated_for_a_batch(
+    is_asked_for: bool, model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
     """Rows that continue one prompt in different ways need no call: the batch says it."""
     ids = questions(3, 100, 7)
     expected = generate(model, ids, usual_cache(model))
-    with PagedCache.from_prompt(model, ids[:1, :101], kv) as cache:
-        model(ids[:1, :100], cache=cache, logits_to_keep=1)
-        cache.batch_repeat_interleave(1)
-        output = generate(model, ids[:1, :101], cache)
-        assert output.sequences.shape == (1, 121)
     with PagedCache(model, kv) as cache:
         model(ids[:1, :100], cache=cache)
+        if is_asked_for:
+            cache.batch_repeat_interleave(3)
+            assert cache.batch_size == 3
+            assert len(set(cache.sequences)) == 1
         output = generate(model, ids, cache)
         assert cache.batch_size == 3
+    assert torch.equal(output.sequences, expected.sequences)
+
+
+def test_a_prompt_of_which_a_part_was_computed_goes_on(
+    model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    prompt = questions(1, 100, 1)
+    expected = generate(model, prompt, usual_cache(model))
+    with PagedCache.from_prompt(model, prompt, kv) as cache:
+        model(prompt[:, :100], cache=cache, logits_to_keep=1)
+        output = generate(model, prompt, cache)
     assert torch.equal(output.sequences, expected.sequences)
 
 

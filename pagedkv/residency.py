@@ -163,7 +163,7 @@ class Residency:
             self.lock.notify_all()
 
     def begin_run(self, first: int, stop: int) -> None:
-        """Pin slots that follow each other, whose pages the caller holds, in little time."""
+        """Pin the slots ``first..stop - 1``, whose pages the caller holds, in little time."""
         self.pool.use(slice(first, stop))
 
     def end_run(self, pages: Sequence[Page], first: int, stop: int) -> None:

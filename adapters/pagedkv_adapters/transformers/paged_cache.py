@@ -61,8 +61,9 @@ class PagedCache(Cache):
         sequence: What it starts from; an empty sequence by default. The cache owns it from then on.
         model_fingerprint: The one given to ``spec_for``, if any.
         window_only: Hold no page that lies before the windows of all layers, for models whose
-            layers have windows all of them. A page is committed before it is given up, so that
-            it stays cached like any other; tokens before the window cannot be cropped to.
+            layers all have one. A page is committed before it is given up, where its ids are
+            known, so that it stays cached like any other. Once some were given up, ``crop`` goes
+            back no further than to the first that is left, and ``save`` is refused.
 
     Raises:
         ValueError: The model is not supported, ``kv`` has several specs, or ``window_only`` is
@@ -147,7 +148,7 @@ class PagedCache(Cache):
         self.kv = kv
         self._model = model
         self._set_rows(rows)
-        self._prompts = tuple(rows)
+        self._prompt_rows = tuple(rows)
         self._past = 0  # columns before those that this forward pass appends
         self._is_begun = False  # whether there is one
         self._is_reordered = False
@@ -164,8 +165,11 @@ class PagedCache(Cache):
 
     @property
     def num_reused_tokens(self) -> int:
-        """Tokens of the prompts whose KV was found in pool or store, summed over the rows."""
-        return sum(row.num_reused_tokens for row in self._prompts)
+        """Tokens of the prompts whose KV was found in pool or store, summed over the rows.
+
+        Fewer after the first forward pass, if a batch had to compute some of them again.
+        """
+        return sum(row.num_reused_tokens for row in self._prompt_rows)
 
     @property
     def sequences(self) -> tuple[pk.Sequence, ...]:
@@ -213,7 +217,12 @@ class PagedCache(Cache):
             row.commit(ids)
 
     def save(self) -> None:
-        """Store all sequences durably, the last, partial pages too; ``commit`` them first."""
+        """Store all sequences durably, the last, partial pages too; ``commit`` them first.
+
+        Raises:
+            ValueError: A sequence is not committed, or its first pages were given up.
+            StoreError: There is no writable store, or it failed.
+        """
         self.settle()
         # Beams that were not returned have no names: they are not to be found again.
         committed = [row for row in self._distinct if row.is_committed]
@@ -290,7 +299,12 @@ class PagedCache(Cache):
         return mark(key_states, Pages(self, layer_idx, value_states, is_whole)), value_states
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` columns."""
+        """Drop the last ``-tokens_to_remove`` columns.
+
+        Raises:
+            ValueError: It is positive, there are fewer columns, or ``window_only`` has given up
+                pages that would be needed then.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop by {tokens_to_remove}: give 0 or a negative number")
         self.settle()
@@ -316,11 +330,19 @@ class PagedCache(Cache):
         self._is_reordered = True
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Go on with these rows, which numbers or booleans select; give up the others."""
+        """Go on with these rows, which numbers or booleans select; give up the others.
+
+        Raises:
+            ValueError: None is selected.
+        """
         self._select(torch.arange(len(self._rows))[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Go on with every row so many times, one beside the other."""
+        """Go on with every row so many times, one beside the other.
+
+        Raises:
+            ValueError: ``repeats`` is not positive.
+        """
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}: give 1 or more")
         self.settle()

@@ -79,8 +79,8 @@ class Staging:
         """Note that a layer is attended with this window."""
         self._windows[layer] = window
 
-    def expects(self, layer: int, window: int | None) -> bool:
-        """Whether a layer had this window when it was attended the last time."""
+    def had_window(self, layer: int, window: int | None) -> bool:
+        """Whether a layer was attended with this window the last time that it was attended."""
         return layer in self._windows and self._windows[layer] == window
 
     def before_write(self, layer: int, first: int) -> None:
@@ -209,7 +209,7 @@ def attend(
 
     Args:
         moves: Moves the group's pages between the tiers.
-        pages: The sequence's pages, from ``attention.first_page`` on.
+        pages: The sequence's pages from ``attention.first_page`` on, and no others.
         layer: Layer within the group.
         attention: The queries.
         staging: The sequence's buffers.
@@ -236,7 +236,7 @@ def attend(
     staging.note_window(layer, window)
     todo = deque(_Wave(moves, span, layer) for span in spans[len(reading) :])
     after = (layer + 1) % places.spec.held_layers
-    if staging.expects(after, window):
+    if staging.had_window(after, window):
         todo.extend(_waves_ahead(moves, spans, after, attention.num_full_pages))
     try:
         staging.start_some(todo, reading)

@@ -67,7 +67,7 @@ class PageAttention:
         self._spec = spec
         self._records = records
         self.rule = rule
-        """What they see."""
+        """What the queries see, and how scores become weights."""
         self._num_tokens = num_tokens
         self._dtype = queries.dtype
         num_queries, num_q_heads, num_channels = queries.shape

@@ -162,16 +162,16 @@ class Residency:
             self.pool.end_use(slots)
             self.lock.notify_all()
 
-    def begin_run(self, first: int, stop: int) -> None:
-        """Pin slots that follow each other, whose pages the caller holds, in little time."""
+    def pin_run(self, first: int, stop: int) -> None:
+        """Pin the slots ``first..stop - 1``, whose pages the caller holds, in little time."""
         self.pool.use(slice(first, stop))
 
-    def end_run(self, pages: Sequence[Page], first: int, stop: int) -> None:
-        """Take the pins of ``begin_run`` back.
+    def unpin_run(self, pages: Sequence[Page], first: int, stop: int) -> None:
+        """Take the pins of ``pin_run`` back.
 
         Args:
             pages: Those in the slots; the caller may have given them up meanwhile.
-            first: As for ``begin_run``.
+            first: As for ``pin_run``.
             stop: The same.
         """
         self.pool.end_use(slice(first, stop))

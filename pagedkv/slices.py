@@ -77,7 +77,7 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
         run = range(first, first + len(slots)) if first is not None else range(0)
         is_run = slots == list(run)
         if is_run:
-            places.begin_run(run.start, run.stop)
+            places.pin_run(run.start, run.stop)
         else:
             buffer = _take_buffer(spare, places.spec, len(pages))
             with places.copying([page for page in pages if page.slot is not None]):
@@ -90,7 +90,7 @@ def gather(moves: Mover, pages: Sequence[Page], layer: int, spare: list[Array]) 
             yield view
         finally:
             with places.lock:
-                places.end_run(pages, run.start, run.stop)
+                places.unpin_run(pages, run.start, run.stop)
                 places.lock.notify_all()
     else:
         try:

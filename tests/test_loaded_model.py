@@ -122,7 +122,7 @@ def test_a_model_without_weights_is_refused() -> None:
         spec_for(model, model_fingerprint="mine")
 
 
-def test_a_model_that_was_sharded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_was_sharded_is_refused() -> None:
     class DTensor(torch.nn.Parameter):
         """What torch's class of that name is for a model that is spread over processes."""
 

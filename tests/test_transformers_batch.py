@@ -367,19 +367,32 @@ def test_one_of_several_answers_is_continued(model: PreTrainedModel, kv: pk.Page
     assert kv.stats().num_pages_held == 0
 
 
-def test_a_cache_is_repeated_for_a_batch(model: PreTrainedModel, kv: pk.PagedKVCache) -> None:
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_cache_is_repeated_for_a_batch(
+    is_asked_for: bool, model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
     """Rows that continue one prompt in different ways need no call: the batch says it."""
     ids = questions(3, 100, 7)
     expected = generate(model, ids, usual_cache(model))
-    with PagedCache.from_prompt(model, ids[:1, :101], kv) as cache:
-        model(ids[:1, :100], cache=cache, logits_to_keep=1)
-        cache.batch_repeat_interleave(1)
-        output = generate(model, ids[:1, :101], cache)
-        assert output.sequences.shape == (1, 121)
     with PagedCache(model, kv) as cache:
         model(ids[:1, :100], cache=cache)
+        if is_asked_for:
+            cache.batch_repeat_interleave(3)
+            assert cache.batch_size == 3
+            assert len(set(cache.sequences)) == 1
         output = generate(model, ids, cache)
         assert cache.batch_size == 3
+    assert torch.equal(output.sequences, expected.sequences)
+
+
+def test_a_prompt_of_which_a_part_was_computed_goes_on(
+    model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    prompt = questions(1, 100, 1)
+    expected = generate(model, prompt, usual_cache(model))
+    with PagedCache.from_prompt(model, prompt, kv) as cache:
+        model(prompt[:, :100], cache=cache, logits_to_keep=1)
+        output = generate(model, prompt, cache)
     assert torch.equal(output.sequences, expected.sequences)
 
 
@@ -508,6 +521,25 @@ def test_what_a_window_has_left_is_reused(tmp_path: Path) -> None:
                 found = generate(model, longer, cache)
             assert torch.equal(found.sequences, expected.sequences)
         kv.check_invariants()
+
+
+def test_pads_behind_an_answer_get_no_key_before_the_window_either(tmp_path: Path) -> None:
+    model = tiny.mistral()
+    ids = torch.cat([random_ids(30, seed=7), random_ids(30, seed=8)])
+    plain = generate(model, ids, usual_cache(model), max_new_tokens=120).sequences
+    at, eos = next((at, int(t)) for at, t in enumerate(plain[0, 30:], 30) if t not in plain[1])
+    assert at < 60
+    pad = next(token for token in range(tiny.VOCABULARY) if token not in plain)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = eos, pad
+    with open_cache(model, tmp_path / "cache.zarr", num_slots=8) as kv:
+        with PagedCache.from_prompt(model, ids, kv, window_only=True) as cache:
+            output = generate(model, ids, cache, max_new_tokens=120).sequences
+            assert (output[0] == pad).sum() > 60
+        kv.flush()
+        assert kv.store is not None
+        assert not any((entry.tokens == pad).any() for _, entry in kv.store.entries())
+        with PagedCache.from_prompt(model, output[1:], kv) as cache:
+            assert cache.num_reused_tokens > 96
 
 
 def test_window_only_is_refused_where_a_layer_sees_everything(tmp_path: Path) -> None:
@@ -702,6 +734,17 @@ def test_another_number_of_rows_is_refused(
             model(random_ids(25, seed=1).repeat(num_rows, 1), cache=cache)
         with pytest.raises(ValueError, match="2 sequences: take sequences"):
             _ = cache.sequence
+
+
+def test_a_turn_without_the_turns_before_is_refused(
+    model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    prompt = random_ids(40, seed=53)
+    with PagedCache.from_prompt(model, prompt, kv) as cache:
+        output = generate(model, prompt, cache).sequences
+        with pytest.raises(ValueError, match="give all tokens of the conversation each time"):
+            generate(model, random_ids(5, seed=54), cache)
+        cache.commit(output)
 
 
 def test_rows_in_another_order_are_refused(model: PreTrainedModel, kv: pk.PagedKVCache) -> None:

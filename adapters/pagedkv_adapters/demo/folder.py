@@ -10,7 +10,7 @@ import pagedkv as pk
 
 
 def cache_folder() -> Path:
-    """Where the demo keeps its files: below ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    """Where unpacked models and the demo are kept: below ``$XDG_CACHE_HOME``, or ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "pagedkv"
 

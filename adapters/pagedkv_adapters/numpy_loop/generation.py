@@ -96,7 +96,8 @@ def generate(
         answer: list[int] = []
         missing = ids[num_reused_tokens:]
         while True:
-            # `num_tokens` counts what all layers hold, so it stays as it is until the pass is over.
+            # `num_tokens` counts what all layers hold: it is read here, before the pass, since it
+            # grows as soon as the last layer is appended.
             logits = forward(model, missing, sequence.num_tokens, attend)
             answer.append(int(logits.argmax()))
             if len(answer) == max_new_tokens:

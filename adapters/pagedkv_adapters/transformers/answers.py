@@ -20,11 +20,11 @@ class Padding:
 
     Args:
         pad: The token; None if there is none, since nothing ends an answer early.
-        ends: Whether it ends an answer too, so that the first of them belongs to it.
+        is_end: Whether it ends an answer too, so that the first of them belongs to it.
     """
 
     pad: int | None
-    ends: bool
+    is_end: bool
 
     @classmethod
     def of(cls, model: PreTrainedModel, pad_token_id: int | None) -> Self:
@@ -35,13 +35,13 @@ class Padding:
         pad = getattr(config, "pad_token_id", None) if pad_token_id is None else pad_token_id
         if pad is None and ends:
             pad = ends[0]
-        return cls(pad=pad, ends=pad in ends)
+        return cls(pad=pad, is_end=pad in ends)
 
-    def num_without(self, ids: Ids) -> int:
+    def num_without_pads(self, ids: Ids) -> int:
         """How many ids are left without the pads behind them."""
         others = np.flatnonzero(ids != self.pad)
         num_left = int(others[-1]) + 1 if len(others) else 0
-        return min(len(ids), num_left + self.ends)
+        return min(len(ids), num_left + self.is_end)
 
 
 def match_rows(rows: Seq[Row], outputs: Ids, padding: Padding) -> Named:
@@ -64,9 +64,9 @@ def match_rows(rows: Seq[Row], outputs: Ids, padding: Padding) -> Named:
                 "that generate returned, the prompt included"
             )
         row.require_known()
-        require_equal(row.seen, ids, "output_ids", "the model was given")
+        require_equal(row.ids, ids, "output_ids", "the model was given")
         ids = ids[: row.num_tokens]
-        named.append((row, ids if len(rows) == 1 else ids[: padding.num_without(ids)]))
+        named.append((row, ids if len(rows) == 1 else ids[: padding.num_without_pads(ids)]))
     return named
 
 
@@ -78,7 +78,7 @@ def match_beams(rows: Seq[Row], outputs: Ids) -> Named:
     """
     named = []
     for number, output in enumerate(outputs):
-        counts = [num_common(row.seen, output[row.num_pads :]) for row in rows]
+        counts = [num_common(row.ids, output[row.num_pads :]) for row in rows]
         best = int(np.argmax(counts))
         if not counts[best]:
             raise ValueError(

@@ -77,7 +77,7 @@ def paged_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> Attended:
-    """Attention as transformers calls it; ``(batch, token, head, channel)``.
+    """Attention as transformers calls it; returns ``(row, token, head, channel)``.
 
     Keys that ``PagedCache`` marked are attended in its pages. All others, those of another cache
     or of a prompt's first forward pass, and what cannot be done over pages, by ``attend_whole``.

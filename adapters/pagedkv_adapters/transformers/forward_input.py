@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagedkv_adapters.transformers.token_ids import Ids, as_rows, pads_of
+from pagedkv_adapters.transformers.token_ids import Counts, Ids, as_rows, pads_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,14 +15,14 @@ class ForwardInput:
     Args:
         ids: ``(row, column)``, those that are to be computed; None where embeddings are given.
         num_rows: How many rows.
-        num_pads: Of each row, of all its columns.
+        num_pads: Pads before the first token of each row, ``(row,)``.
         past: Columns before those that are to be computed.
         num_columns: Columns, the new ones included.
     """
 
     ids: Ids | None
     num_rows: int
-    num_pads: Ids
+    num_pads: Counts
     past: int
     num_columns: int
 
@@ -56,6 +56,11 @@ def read_input(
         num_rows, num_new = inputs_embeds.shape[:2]
     else:
         raise ValueError("the forward pass was given neither input_ids nor inputs_embeds")
+    if not num_new:
+        raise ValueError(
+            f"input_ids hold no token behind the {past} that the cache holds: give all tokens of "
+            "the conversation each time, the new ones at its end"
+        )
     num_columns = past + num_new
     # Embeddings cannot be named by ids, so that no key hangs on what a mask hides among them.
     num_pads = pads_of(attention_mask, (num_rows, num_columns), may_hide_others=input_ids is None)
@@ -73,7 +78,7 @@ def read_input(
 
 
 def _check_positions(
-    position_ids: torch.Tensor, num_pads: Ids, past: int, num_columns: int
+    position_ids: torch.Tensor, num_pads: Counts, past: int, num_columns: int
 ) -> None:
     expected = np.arange(past, num_columns) - num_pads[:, None]
     given = position_ids.cpu().numpy()

@@ -171,4 +171,4 @@ def _compute(
         part["attention_mask"] = kwargs["attention_mask"][:, :stop]
     part = {n: v if len(v) == 1 else v[index] for n, v in part.items()}
     name = next(n for n, v in kwargs.items() if v is cache)
-    model(**part, **{name: cache.only(numbers)}, use_cache=True, logits_to_keep=1)
+    model(**part, **{name: cache.of_rows(numbers)}, use_cache=True, logits_to_keep=1)

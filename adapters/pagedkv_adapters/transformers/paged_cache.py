@@ -61,8 +61,9 @@ class PagedCache(Cache):
         sequence: What it starts from; an empty sequence by default. The cache owns it from then on.
         model_fingerprint: The one given to ``spec_for``, if any.
         window_only: Hold no page that lies before the windows of all layers, for models whose
-            layers have windows all of them. A page is committed before it is given up, so that
-            it stays cached like any other; tokens before the window cannot be cropped to.
+            layers all have one. A page is committed before it is given up, where its ids are
+            known, so that it stays cached like any other. Once some were given up, ``crop`` goes
+            back no further than to the first that is left, and ``save`` is refused.
 
     Raises:
         ValueError: The model is not supported, ``kv`` has several specs, or ``window_only`` is
@@ -147,7 +148,7 @@ class PagedCache(Cache):
         self.kv = kv
         self._model = model
         self._rows = Rows(rows)
-        self._prompts = tuple(rows)
+        self._prompt_rows = tuple(rows)
         self._past = 0  # columns before those that this forward pass appends
         self._is_begun = False  # whether there is one
         self._is_reordered = False
@@ -164,8 +165,11 @@ class PagedCache(Cache):
 
     @property
     def num_reused_tokens(self) -> int:
-        """Tokens of the prompts whose KV was found in pool or store, summed over the rows."""
-        return sum(row.num_reused_tokens for row in self._prompts)
+        """Tokens of the prompts whose KV was found in pool or store, summed over the rows.
+
+        Fewer after the first forward pass, if a batch had to compute some of them again.
+        """
+        return sum(row.num_reused_tokens for row in self._prompt_rows)
 
     @property
     def sequences(self) -> tuple[pk.Sequence, ...]:
@@ -215,7 +219,12 @@ class PagedCache(Cache):
             row.commit(ids)
 
     def save(self) -> None:
-        """Store all sequences durably, the last, partial pages too; ``commit`` them first."""
+        """Store all sequences durably, the last, partial pages too; ``commit`` them first.
+
+        Raises:
+            ValueError: A sequence is not committed, or its first pages were given up.
+            StoreError: There is no writable store, or it failed.
+        """
         self.settle()
         # Beams that were not returned have no names: they are not to be found again.
         committed = [row for row in self._rows.distinct if row.is_committed]
@@ -287,7 +296,12 @@ class PagedCache(Cache):
         return mark(key_states, Pages(self, layer_idx, value_states, is_whole)), value_states
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` columns."""
+        """Drop the last ``-tokens_to_remove`` columns.
+
+        Raises:
+            ValueError: It is positive, there are fewer columns, or ``window_only`` has given up
+                pages that would be needed then.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop by {tokens_to_remove}: give 0 or a negative number")
         self.settle()
@@ -301,7 +315,7 @@ class PagedCache(Cache):
         """Drop all rows, and begin with an empty one."""
         self.settle()
         self._rows.select(torch.zeros(1, dtype=torch.long))
-        self._rows.all[0].forget_prompt()
+        self._rows.all[0].reset()
         self._is_reordered = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -311,12 +325,20 @@ class PagedCache(Cache):
         self._is_reordered = True
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Go on with these rows, which numbers or booleans select; give up the others."""
+        """Go on with these rows, which numbers or booleans select; give up the others.
+
+        Raises:
+            ValueError: None is selected.
+        """
         self.settle()
         self._rows.select(torch.arange(len(self._rows))[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Go on with every row so many times, one beside the other."""
+        """Go on with every row so many times, one beside the other.
+
+        Raises:
+            ValueError: ``repeats`` is not positive.
+        """
         if repeats < 1:
             raise ValueError(f"repeats is {repeats}: give 1 or more")
         self.settle()
@@ -369,18 +391,18 @@ class PagedCache(Cache):
         for at, row in self._rows.numbered:
             row.place(int(given.num_pads[at]))
             if given.ids is not None:
-                row.keep(given.ids[at], given.past)
+                row.drop_others(given.ids[at], given.past)
         if len(self._rows) > 1:
             stop = given.num_columns - num_kept if compute else given.past
             min_saved = MIN_SAVED_TOKENS[self.kv.specs[0].dtype]
             self._past = bring_level(
-                self._rows.all, given, stop, compute or _compute_nothing, min_saved
+                self._rows, given, stop, compute or _compute_nothing, min_saved
             )
         for at, row in self._rows.numbered:
             if given.ids is None:
-                row.see_unknown()
+                row.note_unknown()
             else:
-                row.see(given.ids[at], given.past)
+                row.note_ids(given.ids[at], given.past)
         if self._window_only:
             self._drop_before_windows()
         self._is_begun = True
@@ -393,9 +415,9 @@ class PagedCache(Cache):
         ids = as_rows(input_ids, "input_ids")
         for at, row_ids in enumerate(ids):
             row = self._rows.all[at * len(self._rows) // len(ids)]
-            require_equal(row.seen, row_ids[row.num_pads :], "input_ids", "the cache holds")
+            require_equal(row.ids, row_ids[row.num_pads :], "input_ids", "the cache holds")
 
-    def only(self, numbers: Seq[int]) -> "PagedCache":
+    def of_rows(self, numbers: Seq[int]) -> "PagedCache":
         """A cache over some of the rows, to compute what is theirs; it is not to be closed."""
         cache = PagedCache.__new__(PagedCache)
         windows = [self._layer(layer).window for layer in range(len(self.layers))]
@@ -502,9 +524,13 @@ class PagedCache(Cache):
     def _drop_before_windows(self) -> None:
         """Give up the pages that no layer looks at any more."""
         first = min(self._layer(at).first_column(self._past) for at in range(len(self.layers)))
+        page_tokens = self.kv.specs[0].page_tokens
+        padding = Padding.of(self._model, None)
         for row in self._rows.distinct:
-            num_pages = max(0, first - row.num_pads) // self.kv.specs[0].page_tokens
-            row.drop_before(num_pages * self.kv.specs[0].page_tokens)
+            num_tokens = max(0, first - row.num_pads) // page_tokens * page_tokens
+            is_alone = len(self._rows) == 1
+            num_named = num_tokens if is_alone else padding.num_without_pads(row.ids)
+            row.drop_before(num_tokens, num_named)
 
     def _is_gathered(self, layer: int, num_new: int) -> bool:
         """Whether torch attends to gathered pages, though the model's attention knows pages."""

@@ -1,7 +1,6 @@
 """``Row``: one sequence of a batch, behind the pads that align it with the others."""
 
 import numpy as np
-import numpy.typing as npt
 
 import pagedkv as pk
 from pagedkv_adapters.transformers.token_ids import (
@@ -17,7 +16,8 @@ class Row:
     """One sequence of a batch: pads first, of which nothing is kept, then tokens.
 
     Columns are what transformers counts: pads and tokens. A token's place in the sequence, and so
-    its position and its page, does not depend on the pads before it.
+    its position and its page, does not depend on the pads before it. (A store has rows and columns
+    too, as arrays have: there a row is a page. Neither is meant in this package.)
 
     Args:
         sequence: Holds the tokens' KV; the row owns it.
@@ -33,7 +33,7 @@ class Row:
         held = with_unknown(sequence.tokens, sequence.num_tokens)
         self._prompt = held if prompt is None else prompt
         self._is_placed = prompt is not None
-        self._seen = held
+        self._ids = held
         self.is_committed = False
         """Whether tokens were named since the last forward pass."""
 
@@ -48,9 +48,9 @@ class Row:
         return self.num_pads + self.sequence.num_tokens
 
     @property
-    def seen(self) -> Ids:
+    def ids(self) -> Ids:
         """Ids of the tokens that the row holds, some of them perhaps ``UNKNOWN``."""
-        return with_unknown(self._seen, self.num_tokens)
+        return with_unknown(self._ids, self.num_tokens)
 
     def require_pads(self, num_pads: int, num_columns: int) -> None:
         """``ValueError`` if these cannot be the row's pads.
@@ -63,39 +63,36 @@ class Row:
         is_open = not (self._is_placed or self.num_tokens)
         if num_pads != known and not (is_open and num_pads > known):
             raise ValueError(
-                f"attention_mask hides {num_pads} tokens before the first of a row, but the cache "
-                f"holds one behind {known}: give from_prompt the attention_mask that generate "
-                "gets, and another batch another PagedCache"
+                f"attention_mask has {num_pads} pads before a row for which the cache expects "
+                f"{known}: give from_prompt the attention_mask that generate gets, and another "
+                "batch another PagedCache"
             )
 
-    def require_ids(self, ids: Ids, column: int, source: str = "from_prompt was given") -> None:
+    def require_ids(self, ids: Ids, column: int) -> None:
         """``ValueError`` if the prompt has other ids from that column on."""
-        at = max(0, column - self.num_pads)
-        new = ids[max(0, self.num_pads - column) :]
-        require_equal(self._prompt[at:], new, "input_ids", source, at=at)
+        at, new = self._tokens_among(ids, column)
+        require_equal(self._prompt[at:], new, "input_ids", "the cache was made for", at=at)
 
     def place(self, num_pads: int) -> None:
         """Take the pads from a mask, where they were not known yet."""
         if not (self._is_placed or self.num_tokens):
             self.num_pads = max(self.num_pads, num_pads)
 
-    def keep(self, ids: Ids, column: int) -> None:
+    def drop_others(self, ids: Ids, column: int) -> None:
         """Drop tokens that are held but are others than ``ids``, which begin at that column."""
-        at = max(0, column - self.num_pads)
+        at, new = self._tokens_among(ids, column)
         if at < self.num_tokens:
-            new = ids[max(0, self.num_pads - column) :]
-            self.truncate(at + num_common(self.seen[at:], new))
+            self.truncate(at + num_common(self.ids[at:], new))
 
-    def see(self, ids: Ids, column: int) -> None:
+    def note_ids(self, ids: Ids, column: int) -> None:
         """Note the ids of the columns that are about to be computed."""
-        at = max(0, column - self.num_pads)
-        new = ids[max(0, self.num_pads - column) :]
-        self._seen = np.concatenate([with_unknown(self._seen, at), new])
+        at, new = self._tokens_among(ids, column)
+        self._ids = np.concatenate([with_unknown(self._ids, at), new])
         self.is_committed = False
 
-    def see_unknown(self) -> None:
+    def note_unknown(self) -> None:
         """Note that the ids of what is about to be computed are not known."""
-        self._seen = self.seen
+        self._ids = self.ids
         self.is_committed = False
 
     def settle(self) -> None:
@@ -107,15 +104,16 @@ class Row:
         self.sequence.truncate(num_tokens)
         self.num_reused_tokens = min(self.num_reused_tokens, num_tokens)
 
-    def drop_before(self, num_tokens: int) -> None:
+    def drop_before(self, num_tokens: int, num_named: int) -> None:
         """Give up the pages before that token, whole ones; they are named first.
 
         Args:
-            num_tokens: Where a page begins. Tokens whose ids are not known stay without a name.
+            num_tokens: Where a page begins.
+            num_named: Of the tokens before it, so many get a name, if their ids are known.
         """
         if num_tokens <= self.sequence.num_dropped_tokens:
             return
-        ids = self.seen[:num_tokens]
+        ids = self.ids[: min(num_tokens, num_named)]
         if UNKNOWN not in ids:
             self.sequence.commit(ids)
         self.sequence.drop_before(num_tokens)
@@ -130,31 +128,31 @@ class Row:
             raise
         self.sequence.close()
         self.sequence = sequence
-        self._seen = other.seen[:num_tokens]
+        self._ids = other.ids[:num_tokens]
 
     def fork(self) -> "Row":
         """Another row that holds the same tokens; pages are shared until one of them writes."""
         row = Row(self.sequence.fork(), self._prompt, self.num_pads)
         row.num_reused_tokens = self.num_reused_tokens
         row._is_placed = self._is_placed
-        row._seen = self._seen
+        row._ids = self._ids
         return row
 
-    def forget_prompt(self) -> None:
+    def reset(self) -> None:
         """Drop all tokens, and what was announced of them."""
         self.truncate(0)
         self.num_pads = 0
         self._is_placed = False
-        self._prompt = self._seen = self._prompt[:0]
+        self._prompt = self._ids = self._prompt[:0]
 
-    def commit(self, ids: npt.NDArray[np.int64]) -> None:
+    def commit(self, ids: Ids) -> None:
         """Name the first tokens of the row, as they were seen."""
         self.sequence.commit(ids)
         self.is_committed = True
 
     def require_known(self) -> None:
         """``ValueError`` if the ids of some tokens were never seen."""
-        unknown = int((self.seen == UNKNOWN).sum())
+        unknown = int((self.ids == UNKNOWN).sum())
         if unknown:
             raise ValueError(
                 f"{unknown} of {self.num_tokens} tokens were not given as input_ids (but as "
@@ -174,3 +172,7 @@ class Row:
     def close(self) -> None:
         """Give up the pages."""
         self.sequence.close()
+
+    def _tokens_among(self, ids: Ids, column: int) -> tuple[int, Ids]:
+        """Of the ids of columns from that one on those of tokens, and which token is the first."""
+        return max(0, column - self.num_pads), ids[max(0, self.num_pads - column) :]

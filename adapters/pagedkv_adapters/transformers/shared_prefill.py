@@ -13,6 +13,7 @@ import numpy as np
 
 from pagedkv_adapters.transformers.forward_input import ForwardInput
 from pagedkv_adapters.transformers.row import Row
+from pagedkv_adapters.transformers.rows import Rows
 from pagedkv_adapters.transformers.token_ids import Ids, num_common
 
 MIN_SAVED_TOKENS = {"float32": 256, "float16": 2048, "bfloat16": 2048}
@@ -26,7 +27,7 @@ Compute = Callable[[Seq[int], int, int], None]
 
 
 def bring_level(
-    rows: Seq[Row], given: ForwardInput, stop: int, compute: Compute, min_saved: int
+    rows: Rows, given: ForwardInput, stop: int, compute: Compute, min_saved: int
 ) -> int:
     """Bring all rows to one column, sharing what they have in common.
 
@@ -40,16 +41,13 @@ def bring_level(
     Returns:
         The column from which on the batch is to compute.
     """
-    distinct = list({id(row): at for at, row in reversed(list(enumerate(rows)))}.values())
-    distinct.sort()
+    distinct = [at for at, _ in rows.numbered]
     if given.ids is not None and stop > given.past:
         if len(distinct) > 1:
-            _compute_common(
-                [rows[at] for at in distinct], distinct, given, stop, compute, min_saved
-            )
-        _catch_up([rows[at] for at in distinct], distinct, stop, compute, min_saved)
-    level = min(row.num_columns for row in rows)
-    for row in rows:
+            _compute_common(rows.distinct, distinct, given, stop, compute, min_saved)
+        _catch_up(rows.distinct, distinct, stop, compute, min_saved)
+    level = rows.num_columns
+    for row in rows.distinct:
         if row.num_columns > level:
             row.truncate(max(0, level - row.num_pads))
     num_repeated = len(rows) - len(distinct)
@@ -99,4 +97,4 @@ def _tokens_up_to(stop: int, row: Row, given: ForwardInput, number: int) -> Ids:
     """Ids of a row's tokens before a column: those that it holds, and those that are given."""
     assert given.ids is not None
     new = given.ids[number, max(0, row.num_columns - given.past) : stop - given.past]
-    return np.concatenate([row.seen, new])
+    return np.concatenate([row.ids, new])

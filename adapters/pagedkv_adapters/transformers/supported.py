@@ -37,7 +37,7 @@ _BY_NAME = {
 
 
 def require_supported(model: PreTrainedModel, config: Any) -> None:
-    """``ValueError`` if pages cannot hold the KV of a model, or give it back wrongly.
+    """``ValueError`` if pages cannot hold the KV of a model, or would give back wrong KV.
 
     Where transformers itself says what is needed, that is what counts: the layers that it puts into
     a ``DynamicCache``, and the parameters of ``forward``.

@@ -8,6 +8,9 @@ import torch
 
 Ids = npt.NDArray[np.int64]
 
+Counts = npt.NDArray[np.int64]
+"""A number for each row."""
+
 UNKNOWN = -1
 """In place of a token id that was not seen."""
 
@@ -67,8 +70,8 @@ def as_rows(ids: torch.Tensor | npt.ArrayLike, name: str) -> Ids:
     return rows
 
 
-def pads_of(mask: object, shape: tuple[int, int], *, may_hide_others: bool = False) -> Ids:
-    """How many pads stand before the tokens of each row.
+def pads_of(mask: object, shape: tuple[int, int], *, may_hide_others: bool = False) -> Counts:
+    """How many pads stand before the tokens of each row, ``(row,)``.
 
     Args:
         mask: 0 for what is hidden, 1 for the others; None hides nothing.
@@ -94,7 +97,7 @@ def pads_of(mask: object, shape: tuple[int, int], *, may_hide_others: bool = Fal
             " tokens, those that the cache holds included: give one number for each"
         )
     num_visible = visible.sum(axis=1)
-    num_pads: Ids = np.where(num_visible, visible.argmax(axis=1), shape[1]).astype(np.int64)
+    num_pads: Counts = np.where(num_visible, visible.argmax(axis=1), shape[1]).astype(np.int64)
     if (num_visible + num_pads != shape[1]).any() and not may_hide_others:
         row = int((num_visible + num_pads != shape[1]).argmax())
         hidden = shape[1] - int(num_pads[row]) - int(num_visible[row])

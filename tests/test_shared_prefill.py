@@ -98,7 +98,7 @@ def test_the_row_that_knows_most_of_it_computes_the_rest(kv: pk.PagedKVCache) ->
 def test_pads_move_the_columns_at_which_rows_stand(kv: pk.PagedKVCache) -> None:
     batch = Batch(kv, ["document one", "document 2", "document eleven"], [0, 0, 0])
     assert batch.bring_level() == 12
-    # What all have in common ends at columns 12, 14 and 9; the longest row catches up with the first.
+    # What all share ends at columns 12, 14 and 9; the longest row catches up with the first.
     assert batch.passes == [([0], 3, 12), ([2], 9, 12)]
     assert [row.num_tokens for row in batch.rows.all] == [9, 7, 12]
 

@@ -209,6 +209,28 @@ def test_a_padded_batch_may_be_prefilled_in_chunks(
     assert torch.equal(again.sequences, expected.sequences)
 
 
+@pytest.mark.parametrize("chunk", [7, 16])
+def test_whole_chunks_may_be_pads_in_every_row(
+    chunk: int, model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    ids, mask = padded_batch(random_ids)
+    ids, mask = (torch.nn.functional.pad(one, (61, 0)) for one in (ids, mask))
+    options = {"attention_mask": mask, "prefill_chunk_size": chunk}
+    expected = generate(model, ids, usual_cache(model), **options)
+    for cache in (
+        PagedCache(model, kv),
+        PagedCache.from_prompt(model, ids, kv, attention_mask=mask),
+    ):
+        with cache:
+            output = generate(model, ids, cache, **options)
+            cache.commit(output.sequences)
+        assert torch.equal(output.sequences, expected.sequences)
+    with PagedCache(model, kv) as cache, torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        found = model(ids, attention_mask=mask, position_ids=positions, cache=cache).logits
+        assert found.shape[1] == ids.shape[1]  # of all columns, since all were asked for
+
+
 def test_a_single_padded_prompt_is_the_prompt(model: PreTrainedModel, kv: pk.PagedKVCache) -> None:
     prompt = random_ids(70, seed=6)
     ids = torch.cat([torch.zeros(1, 9, dtype=torch.long), prompt], dim=1)

@@ -46,7 +46,7 @@ def bring_level(
         if len(distinct) > 1:
             _compute_common(rows.distinct, distinct, given, stop, compute, min_saved)
         _catch_up(rows.distinct, distinct, stop, compute, min_saved)
-    level = rows.num_columns
+    level = max(given.past, min(rows.num_columns, stop))  # pads may reach behind what is given
     for row in rows.distinct:
         if row.num_columns > level:
             row.truncate(max(0, level - row.num_pads))

@@ -83,6 +83,8 @@ class Steps:
             for layer in range(self._num_layers):
                 k, v = cache.update(*self._kv, layer)
                 out.append(attend(self._attention, self._q, k, v, None, scaling=0.125)[0])
+            if isinstance(cache, PagedCache):
+                cache.end_forward()
         taken = (time.perf_counter() - began) / STEPS
         cache.crop(-STEPS)
         self.last = torch.cat(out[-self._num_layers :])
@@ -106,6 +108,7 @@ def steps(bench: Bench) -> None:
             begin_forward(ours, count)
             theirs = DynamicCache()
             work.fill(ours)
+            ours.end_forward()
             work.fill(theirs)
             work.seconds(ours, paged_attention)
             mine = work.last

@@ -259,6 +259,8 @@ def test_a_model_that_changes_the_values_since_is_refused(tmp_path: Path) -> Non
             cache.begin_forward(given, attends_to_pages=True)
             for layer in range(3 if past == 0 else 1):
                 keys, values = cache.update(states, states, layer)
+            if past == 0:
+                cache.end_forward()
         with pytest.raises(ValueError, match="changed the values of layer 0"):
             paged_attention(module, torch.ones(1, 4, 1, 16), keys, values * 2, None)
 

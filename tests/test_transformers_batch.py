@@ -1,5 +1,6 @@
 """``PagedCache`` with several rows: what they share, what is computed once, what is refused."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -769,6 +770,159 @@ def test_a_turn_without_the_turns_before_is_refused(
         cache.commit(output)
 
 
+def test_another_model_is_refused_and_so_is_a_part_of_the_model(
+    model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    ids, other, copied = random_ids(20, seed=60), tiny.llama(seed=1), copy.deepcopy(model)
+    watched = tiny.llama(seed=2)
+    with pk.PagedKVCache(spec_for(watched), 8) as its_own:
+        PagedCache(watched, its_own).close()
+    with PagedCache(model, kv) as cache, torch.no_grad():
+        for wrong in (other, watched, copied, model.model):
+            with pytest.raises(ValueError, match="made for|was made for another"):
+                wrong(ids, cache=cache)
+        assert cache.get_seq_length() == 0
+        model(ids, cache=cache)
+        cache.crop(-5)
+        with pytest.raises(ValueError, match="another model than it was made for"):
+            model.model(ids[:, :5], cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_type_ids", torch.full((1, 20), 7)),
+        ("pixel_values", torch.ones(1, 3)),
+        ("mm_encoder_outputs", {"image": 1}),
+        ("per_layer_inputs", torch.ones(1, 20, 2)),
+        ("is_causal", False),
+    ],
+)
+def test_what_page_keys_do_not_name_is_refused(name: str, value: Any, kv: pk.PagedKVCache) -> None:
+    model = tiny.llama()
+    with PagedCache(model, kv) as cache, pytest.raises(ValueError, match=f"{name} given"):
+        model(random_ids(20, seed=61), cache=cache, **{name: value})
+
+
+def test_kv_that_was_computed_with_dropout_gets_no_key(tmp_path: Path) -> None:
+    model = tiny.gpt2().train()  # its embeddings have dropout by default
+    ids = random_ids(40, seed=62)
+    with open_cache(model, tmp_path / "cache.zarr") as kv, PagedCache(model, kv) as cache:
+        model(ids, cache=cache)
+        with pytest.raises(ValueError, match="computed with dropout"):
+            cache.commit(ids)
+    model = tiny.llama().train()  # has none
+    with open_cache(model, tmp_path / "other.zarr") as kv, PagedCache(model, kv) as cache:
+        model(ids, cache=cache)
+        cache.commit(ids)
+
+
+def test_weights_that_were_changed_meanwhile_are_refused(tmp_path: Path) -> None:
+    model, ids = tiny.llama(), random_ids(40, seed=63)
+    with open_cache(model, tmp_path / "cache.zarr") as kv, PagedCache(model, kv) as cache:
+        output = generate(model, ids, cache).sequences
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+        with pytest.raises(pk.SpecMismatchError, match="model is"):
+            cache.commit(output)
+
+
+def test_pads_of_models_that_count_them_as_positions_are_refused(tmp_path: Path) -> None:
+    model = tiny.bart()
+    ids, mask = padded_batch(random_ids)
+    with open_cache(model, tmp_path / "cache.zarr") as kv, PagedCache(model, kv) as cache:
+        with pytest.raises(ValueError, match="the model counts them as positions"):
+            generate(model, ids, cache, attention_mask=mask)
+        assert cache.get_seq_length() == 0
+
+
+def test_pads_of_a_model_that_knows_distances_only_are_taken(tmp_path: Path) -> None:
+    model = tiny.bloom()
+    ids, mask = padded_batch(random_ids)
+    expected = generate(model, ids, usual_cache(model), attention_mask=mask)
+    with open_cache(model, tmp_path / "cache.zarr") as kv:
+        with PagedCache.from_prompt(model, ids, kv, attention_mask=mask) as cache:
+            output = generate(model, ids, cache, attention_mask=mask)
+            cache.commit(output.sequences)
+        assert torch.equal(output.sequences, expected.sequences)
+        alone = ids[2:, -77:]
+        expected = generate(model, alone, usual_cache(model))
+        with PagedCache.from_prompt(model, alone, kv) as cache:
+            assert cache.num_reused_tokens == 76
+            found = generate(model, alone, cache)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert largest_difference(found, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_prompt_lookup_begins_with_a_known_prefix_where_there_are_no_positions(
+    name: str, tmp_path: Path
+) -> None:
+    model = getattr(tiny, name)()
+    prompt = torch.cat([random_ids(40, seed=67)] * 2, dim=1)
+    expected = generate(model, prompt, usual_cache(model))
+    with open_cache(model, tmp_path / "cache.zarr") as kv:
+        for num_reused in (0, 79):
+            with PagedCache.from_prompt(model, prompt, kv) as cache:
+                assert cache.num_reused_tokens == num_reused
+                found = generate(model, prompt, cache, prompt_lookup_num_tokens=3)
+                cache.commit(found.sequences)
+            assert torch.equal(found.sequences, expected.sequences)
+
+
+def test_another_end_may_follow_on_a_prompt_that_was_cropped(
+    model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    prompt, other = random_ids(60, seed=64), random_ids(20, seed=65)
+    with PagedCache.from_prompt(model, prompt, kv) as cache, torch.no_grad():
+        model(prompt, cache=cache)
+        cache.crop(-20)
+        found = model(other, cache=cache).logits
+        expected = model(torch.cat([prompt[:, :40], other], dim=1)).logits[:, 40:]
+        assert torch.allclose(found, expected, rtol=0, atol=1e-4)
+        cache.commit(torch.cat([prompt[:, :40], other], dim=1))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_a_call_that_failed_may_be_repeated_as_it_was(
+    failing: int, error: type[BaseException], model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    """Equal rows, of which the prompt is computed ahead; then beams, then something else."""
+    ids, num_calls = random_ids(300, seed=66).repeat(3, 1), 0
+    options = {"logits_to_keep": 1, "position_ids": torch.arange(300)[None]}
+
+    def fail(*_: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == failing:
+            raise error
+
+    with torch.no_grad():
+        expected = model(ids[:1]).logits[:, -1:]
+    with PagedCache(model, kv) as cache, torch.no_grad():
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        for _ in range(5):
+            try:
+                found = model(ids, cache=cache, **options).logits
+            except error:
+                continue
+            break
+        hook.remove()
+        assert cache.get_seq_length() == 300
+        assert torch.allclose(found, expected.expand(3, 1, -1), rtol=0, atol=1e-4)
+    prompt = ids[:1]
+    expected = generate(model, prompt, usual_cache(model)).sequences
+    with PagedCache(model, kv) as cache:
+        num_calls = 0
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            generate(model, prompt, cache, num_beams=3)
+        hook.remove()
+        if cache.get_seq_length() < 300:
+            assert torch.equal(generate(model, prompt, cache).sequences, expected)
+
+
 def test_rows_in_another_order_are_refused(model: PreTrainedModel, kv: pk.PagedKVCache) -> None:
     ids = questions(2, 20, 5)
     with PagedCache.from_prompt(model, ids, kv) as cache:
@@ -786,9 +940,8 @@ def test_rows_in_another_order_are_refused(model: PreTrainedModel, kv: pk.PagedK
     [
         lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.long)),
         lambda cache: cache.batch_repeat_interleave(0),
-        lambda cache: cache.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16), 0),
     ],
-    ids=["no row", "no repeats", "a batch that was not announced"],
+    ids=["no row", "no repeats"],
 )
 def test_wrong_calls_are_refused(
     use: Callable[[PagedCache], Any], model: PreTrainedModel, kv: pk.PagedKVCache

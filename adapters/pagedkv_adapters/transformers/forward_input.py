@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pagedkv_adapters.transformers.pass_arguments import Positions
 from pagedkv_adapters.transformers.token_ids import Counts, Ids, as_rows, pads_of
 
 
@@ -13,7 +14,7 @@ class ForwardInput:
     """The rows of a forward pass.
 
     Args:
-        ids: ``(row, column)``, those that are to be computed; None where embeddings are given.
+        ids: ``(row, column)``, those that are to be computed; None where they do not name the KV.
         num_rows: How many rows.
         num_pads: Pads before the first token of each row, ``(row,)``.
         past: Columns before those that are to be computed.
@@ -34,7 +35,8 @@ def read_input(
     position_ids: torch.Tensor | None,
     *,
     past: int,
-    takes_positions: bool,
+    positions: Positions,
+    is_random: bool,
 ) -> ForwardInput:
     """What a forward pass is given.
 
@@ -44,7 +46,8 @@ def read_input(
         attention_mask: The same.
         position_ids: The same.
         past: Columns that the cache holds.
-        takes_positions: Whether the model knows the argument ``position_ids``.
+        positions: How the model knows where tokens stand.
+        is_random: Whether the KV of the same tokens is another each time, as with dropout.
 
     Raises:
         ValueError: They hide tokens between others, or put them at positions that do not follow.
@@ -66,14 +69,24 @@ def read_input(
     num_pads = pads_of(attention_mask, (num_rows, num_columns), may_hide_others=input_ids is None)
     if position_ids is not None:
         _check_positions(position_ids, num_pads, past, num_columns)
-    elif takes_positions and num_pads.any():
+    elif num_pads.any() and not (positions.are_taken or positions.are_distances):
+        raise ValueError(
+            f"attention_mask hides {int(num_pads.max())} tokens before the first of a row, and the "
+            "model counts them as positions, so that tokens would not be where their page keys say:"
+            " give prompts of one length, or one at a time"
+        )
+    elif num_pads.any() and positions.are_taken:
         raise ValueError(
             f"attention_mask hides {int(num_pads.max())} tokens before the first of a row, but "
             "position_ids are missing, so that tokens would not be where their page keys say: give "
             "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0)"
         )
     return ForwardInput(
-        ids=ids, num_rows=num_rows, num_pads=num_pads, past=past, num_columns=num_columns
+        ids=None if is_random else ids,
+        num_rows=num_rows,
+        num_pads=num_pads,
+        past=past,
+        num_columns=num_columns,
     )
 
 

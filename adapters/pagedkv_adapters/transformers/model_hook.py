@@ -11,32 +11,22 @@ from transformers import PreTrainedModel
 
 from pagedkv_adapters.transformers.attention import ATTENTION_NAME, warn_once
 from pagedkv_adapters.transformers.forward_input import read_input
+from pagedkv_adapters.transformers.pass_arguments import (
+    BY_COLUMN,
+    Positions,
+    is_random,
+    num_kept,
+    positions_of,
+    require_named_by_keys,
+)
 
 if TYPE_CHECKING:
     from pagedkv_adapters.transformers.paged_cache import PagedCache
 
-_MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")
-"""How the arguments begin by which models take what is no text."""
-
-_BY_COLUMN = ("input_ids", "position_ids")
-"""Arguments whose last axis is that of the columns to compute."""
-_OF_A_PASS = (
-    *_BY_COLUMN,
-    "attention_mask",
-    "cache",
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-    "return_dict",
-)
-"""Arguments that are known to ask for nothing but the logits of the last columns."""
-
 _attends: WeakKeyDictionary[PreTrainedModel, bool | None] = WeakKeyDictionary()
 """Whether a model attends to what its cache returns; None until a forward pass has shown it."""
-
-
-_takes_positions: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""Whether a model's forward pass knows the argument ``position_ids``."""
+_positions: WeakKeyDictionary[PreTrainedModel, Positions] = WeakKeyDictionary()
+"""How a model knows where tokens stand."""
 
 
 def watch(model: PreTrainedModel, cache_type: "type[PagedCache]") -> None:
@@ -44,9 +34,11 @@ def watch(model: PreTrainedModel, cache_type: "type[PagedCache]") -> None:
     if model in _attends:
         return
     _attends[model] = None
-    _takes_positions[model] = "position_ids" in inspect.signature(model.forward).parameters
+    _positions[model] = positions_of(model)
     model.register_forward_pre_hook(partial(_before_forward, cache_type), with_kwargs=True)
-    model.register_forward_hook(partial(_after_forward, cache_type), with_kwargs=True)
+    model.register_forward_hook(
+        partial(_after_forward, cache_type), with_kwargs=True, always_call=True
+    )
 
 
 def _before_forward(
@@ -58,17 +50,14 @@ def _before_forward(
     cache = _cache_among(cache_type, args, kwargs)
     if cache is None:
         return None
+    cache.require_model(model)
     cache.settle()
     if args:
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        kwargs = {**bound, **bound.pop("kwargs", {})}
+        others = bound.pop("kwargs", {})
+        kwargs = {**bound, **others}
     given = _without_held(cache, kwargs)
-    media = [n for n, v in given.items() if n.startswith(_MEDIA) and v is not None]
-    if media:
-        raise ValueError(
-            f"{', '.join(media)} given: PagedCache takes text only, since page keys name nothing "
-            "but token ids"
-        )
+    require_named_by_keys(model, given, _positions[model])
     config = model.config.get_text_config(decoder=True)
     is_ours = getattr(config, "_attn_implementation", None) == ATTENTION_NAME
     rows = read_input(
@@ -77,13 +66,14 @@ def _before_forward(
         given.get("attention_mask"),
         given.get("position_ids"),
         past=cache.get_seq_length(),
-        takes_positions=_takes_positions[model],
+        positions=_positions[model],
+        is_random=is_random(model),
     )
-    num_kept = _num_kept(given)
+    count = num_kept(model, given)
     num_computed = cache.begin_forward(
         rows,
-        partial(_compute, model, cache, given, rows.past) if num_kept else None,
-        num_kept=num_kept,
+        partial(_compute, model, cache, given, rows.past) if count else None,
+        num_kept=count,
         attends_to_pages=_attends.get(model) if is_ours else False,
         wants_weights=bool(given.get("output_attentions")),
     )
@@ -98,7 +88,12 @@ def _after_forward(
     output: Any,
 ) -> None:
     cache = _cache_among(cache_type, args, kwargs)
-    attends = None if cache is None else cache.end_forward()
+    if cache is None:
+        return
+    if output is None:  # an exception was raised
+        cache.abort_forward()
+        return
+    attends = cache.end_forward()
     if attends is None:
         return
     _attends[model] = attends
@@ -127,8 +122,10 @@ def _without_held(cache: "PagedCache", kwargs: dict[str, Any]) -> dict[str, Any]
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if mask is not None:
         is_whole = mask.shape == ids.shape
+    elif positions is not None:
+        is_whole = not positions[..., 0].any()
     else:
-        is_whole = positions is not None and not positions[..., 0].any()
+        is_whole = cache.is_prompt(ids)  # of a model that knows no positions
     if not is_whole:
         return kwargs
     cache.require_held(ids)
@@ -139,19 +136,8 @@ def _without_columns(kwargs: dict[str, Any], count: int) -> dict[str, Any]:
     """The arguments of a forward pass without its first columns."""
     if not count:
         return kwargs
-    shorter = {n: kwargs[n][..., count:] for n in _BY_COLUMN if kwargs.get(n) is not None}
+    shorter = {n: kwargs[n][..., count:] for n in BY_COLUMN if kwargs.get(n) is not None}
     return kwargs | shorter
-
-
-def _num_kept(kwargs: dict[str, Any]) -> int:
-    """The last columns whose logits the caller wants; 0 if it may want something of all columns."""
-    num_kept = kwargs.get("logits_to_keep")
-    others = [
-        v for n, v in kwargs.items() if n not in _OF_A_PASS and v is not None and v is not False
-    ]
-    if others or not isinstance(num_kept, int) or kwargs.get("input_ids") is None:
-        return 0
-    return num_kept
 
 
 def _compute(
@@ -165,7 +151,7 @@ def _compute(
 ) -> None:
     """Compute some columns of some rows of a forward pass with these arguments."""
     index = torch.as_tensor(numbers, device=kwargs["input_ids"].device)
-    part = {n: kwargs[n] for n in _BY_COLUMN if kwargs.get(n) is not None}
+    part = {n: kwargs[n] for n in BY_COLUMN if kwargs.get(n) is not None}
     part = {n: v[..., start - past : stop - past] for n, v in part.items()}
     if kwargs.get("attention_mask") is not None:
         part["attention_mask"] = kwargs["attention_mask"][:, :stop]

@@ -25,7 +25,7 @@ from pagedkv_adapters.transformers.model_hook import watch
 from pagedkv_adapters.transformers.model_spec import spec_for, windows_of
 from pagedkv_adapters.transformers.paged_layer import PagedLayer
 from pagedkv_adapters.transformers.row import Row
-from pagedkv_adapters.transformers.rows import Rows
+from pagedkv_adapters.transformers.rows import Rows, Snapshot
 from pagedkv_adapters.transformers.seen import Seen, seen_through
 from pagedkv_adapters.transformers.shared_prefill import MIN_SAVED_TOKENS, Compute, bring_level
 from pagedkv_adapters.transformers.tensors import no_gradient, to_torch
@@ -81,6 +81,7 @@ class PagedCache(Cache):
         window_only: bool = False,
     ) -> None:
         check_spec(model, kv, model_fingerprint)
+        self._model_fingerprint = model_fingerprint
         windows = windows_of(model, window_only=window_only)
         row = Row(kv.open_sequence() if sequence is None else sequence)
         self._start(model, kv, [row], windows, window_only)
@@ -129,6 +130,7 @@ class PagedCache(Cache):
                 rows.append(Row(sequence, prompt, pads))
                 rows[-1].truncate(min(sequence.num_tokens, len(prompt) - 1))
             cache = cls.__new__(cls)
+            cache._model_fingerprint = model_fingerprint
             cache._start(model, kv, rows, windows, window_only)
             return cache
         except BaseException:
@@ -151,6 +153,7 @@ class PagedCache(Cache):
         self._prompt_rows = tuple(rows)
         self._past = 0  # columns before those that this forward pass appends
         self._is_begun = False  # whether there is one
+        self._before: Snapshot | None = None  # the rows before it, until it has ended
         self._is_reordered = False
         self._gathered: AbstractContextManager[Any] | None = None  # what the last call returned
         self.wants_weights = False
@@ -207,8 +210,10 @@ class PagedCache(Cache):
         Raises:
             ValueError: The rows are not those of the cache, too short, or not what the model was
                 given. Nothing has changed then.
+            SpecMismatchError: The model's weights were changed since the cache was made.
         """
         self.settle()
+        check_spec(self._model, self.kv, self._model_fingerprint)  # weights may have changed since
         outputs = as_rows(output_ids, "output_ids")
         if self._is_reordered:
             named = match_beams(self._rows.distinct, outputs)
@@ -272,8 +277,11 @@ class PagedCache(Cache):
         Raises:
             ValueError: The batch has other rows, or the keys of the layer before were not attended.
         """
-        if layer_idx == 0 and not self._is_begun:
-            self.settle()
+        if not self._is_begun:
+            raise ValueError(
+                "the cache was given to another model than it was made for, or to a part of it, "
+                "which the hook on the model does not see: call the model itself"
+            )
         self._check_attended()
         self._end_gather()
         shape = key_states.shape
@@ -309,7 +317,7 @@ class PagedCache(Cache):
         if num_left < 0:
             raise ValueError(f"crop by {tokens_to_remove}: the cache holds {self._past} tokens")
         for row in self._rows.distinct:
-            row.truncate(min(row.num_tokens, max(0, num_left - row.num_pads)))
+            row.crop(min(row.num_tokens, max(0, num_left - row.num_pads)))
 
     def reset(self) -> None:
         """Drop all rows, and begin with an empty one."""
@@ -347,12 +355,15 @@ class PagedCache(Cache):
     # -- what the hook on the model calls ------------------------------------------------------
 
     def settle(self) -> None:
-        """End the last gather, and drop what a forward pass that failed left in some layers.
+        """End the last gather, and drop what a pass that was interrupted left in some layers.
 
         Raises:
             ClosedError: The cache is closed.
         """
         self._end_gather()
+        if self._before is not None:
+            before, self._before = self._before, None
+            self._rows.restore(before, self._past)
         for row in self._rows.distinct:
             row.settle()
         self._is_begun = False
@@ -360,6 +371,14 @@ class PagedCache(Cache):
         self._marked = None
         self._arrived.clear()
         self._masks.clear()
+
+    def abort_forward(self) -> None:
+        """Go back to what was held before a forward pass that raised an exception."""
+        if self._before is not None:
+            before, self._before = self._before, None
+            self._end_gather()
+            self._rows.restore(before)
+            self.settle()
 
     def begin_forward(
         self,
@@ -387,28 +406,36 @@ class PagedCache(Cache):
             ValueError: The rows are not those of the cache, or go on otherwise than announced.
         """
         self._rows.check(given)
-        self._rows.part(given)
-        for at, row in self._rows.numbered:
-            row.place(int(given.num_pads[at]))
-            if given.ids is not None:
-                row.drop_others(given.ids[at], given.past)
-        if len(self._rows) > 1:
-            stop = given.num_columns - num_kept if compute else given.past
-            min_saved = MIN_SAVED_TOKENS[self.kv.specs[0].dtype]
-            self._past = bring_level(
-                self._rows, given, stop, compute or _compute_nothing, min_saved
-            )
-        for at, row in self._rows.numbered:
-            if given.ids is None:
-                row.note_unknown()
-            else:
-                row.note_ids(given.ids[at], given.past)
+        self._before = self._rows.snapshot()
+        try:
+            self._go_on(given, compute, num_kept)
+        except BaseException:
+            self.abort_forward()
+            raise
         if self._window_only:
             self._drop_before_windows()
         self._is_begun = True
         self._attends_to_pages = attends_to_pages
         self.wants_weights = wants_weights
         return self._past - given.past
+
+    def require_model(self, model: PreTrainedModel) -> None:
+        """``ValueError`` if the cache was made for another model."""
+        if model is not self._model:
+            raise ValueError(
+                f"the PagedCache was made for another {type(self._model).__name__}: make one for "
+                "this model"
+            )
+
+    def is_prompt(self, input_ids: torch.Tensor) -> bool:
+        """Whether these are whole rows as they were announced, of which the first tokens are held.
+
+        For models that are given neither a mask nor positions, which would tell.
+        """
+        ids = as_rows(input_ids, "input_ids")
+        return len(ids) == len(self._rows) and all(
+            row.is_prompt(row_ids) for row, row_ids in zip(self._rows.all, ids, strict=True)
+        )
 
     def require_held(self, input_ids: torch.Tensor) -> None:
         """``ValueError`` if whole rows do not begin with the tokens that the cache holds."""
@@ -436,6 +463,7 @@ class PagedCache(Cache):
         """
         self._check_attended()
         self._is_begun = False
+        self._before = None
         if self._attends_to_pages is not None:
             return None
         return [self._arrived.get(layer) for layer in range(len(self.layers))] == (
@@ -520,6 +548,27 @@ class PagedCache(Cache):
             self._arrived[layer] = is_untouched and self._arrived.get(layer, True)
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _go_on(self, given: ForwardInput, compute: Compute | None, num_kept: int) -> None:
+        """Become the rows of a pass, and bring them to one column."""
+        self._rows.part(given)
+        for at, row in self._rows.numbered:
+            row.place(int(given.num_pads[at]))
+            if given.ids is not None:
+                row.drop_others(given.ids[at], given.past)
+        if len(self._rows) > 1:
+            if self._window_only:  # a row that has dropped its beginning cannot lend it to others
+                compute = None
+            stop = given.num_columns - num_kept if compute else given.past
+            min_saved = MIN_SAVED_TOKENS[self.kv.specs[0].dtype]
+            self._past = bring_level(
+                self._rows, given, stop, compute or _compute_nothing, min_saved
+            )
+        for at, row in self._rows.numbered:
+            if given.ids is None:
+                row.note_unknown()
+            else:
+                row.note_ids(given.ids[at], given.past)
 
     def _drop_before_windows(self) -> None:
         """Give up the pages that no layer looks at any more."""

@@ -73,6 +73,12 @@ class Row:
         at, new = self._tokens_among(ids, column)
         require_equal(self._prompt[at:], new, "input_ids", "the cache was made for", at=at)
 
+    def is_prompt(self, ids: Ids) -> bool:
+        """Whether these are pads and the prompt as it was announced, and more that comes behind."""
+        tokens = ids[self.num_pads :]
+        count = len(self._prompt)
+        return self.num_tokens < count <= len(tokens) and num_common(self._prompt, tokens) == count
+
     def place(self, num_pads: int) -> None:
         """Take the pads from a mask, where they were not known yet."""
         if not (self._is_placed or self.num_tokens):
@@ -102,7 +108,13 @@ class Row:
     def truncate(self, num_tokens: int) -> None:
         """Keep the first tokens only."""
         self.sequence.truncate(num_tokens)
+        self._ids = self._ids[:num_tokens]
         self.num_reused_tokens = min(self.num_reused_tokens, num_tokens)
+
+    def crop(self, num_tokens: int) -> None:
+        """Keep the first tokens only, behind which others may come than those announced."""
+        self.truncate(num_tokens)
+        self._prompt = self._prompt[:num_tokens]
 
     def drop_before(self, num_tokens: int, num_named: int) -> None:
         """Give up the pages before that token, whole ones; they are named first.
@@ -156,7 +168,7 @@ class Row:
         if unknown:
             raise ValueError(
                 f"{unknown} of {self.num_tokens} tokens were not given as input_ids (but as "
-                "embeddings): their KV cannot be named by token ids"
+                "embeddings), or computed with dropout: their KV cannot be named by token ids"
             )
 
     def save(self) -> None:

@@ -1,11 +1,25 @@
 """``Rows``: the rows of a batch, of which equal ones are one sequence."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 
 from pagedkv_adapters.transformers.forward_input import ForwardInput
 from pagedkv_adapters.transformers.row import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The rows of a batch at some time.
+
+    Args:
+        rows: All of them.
+        sizes: Of each sequence its row, pads and tokens.
+    """
+
+    rows: tuple[Row, ...]
+    sizes: tuple[tuple[Row, int, int], ...]
 
 
 class Rows:
@@ -71,6 +85,31 @@ class Rows:
                 fork.close()
             raise
         self._set([parted[way] for way in ways])
+
+    def snapshot(self) -> "Snapshot":
+        """What ``restore`` goes back to."""
+        return Snapshot(
+            rows=self.all,
+            sizes=tuple((row, row.num_pads, row.num_tokens) for row in self.distinct),
+        )
+
+    def restore(self, before: "Snapshot", num_columns: int = 0) -> None:
+        """Become the rows of a snapshot again, with what they held then.
+
+        Args:
+            before: The snapshot.
+            num_columns: So many may they hold at least, if they do by now.
+        """
+        kept = {id(row) for row in before.rows}
+        forks = [row for row in self.distinct if id(row) not in kept]
+        self._set(before.rows)
+        for fork in forks:
+            fork.close()
+        for row, num_pads, num_tokens in before.sizes:
+            num_left = max(num_tokens, num_columns - row.num_pads)
+            row.truncate(min(num_left, row.num_tokens))
+            if not row.num_tokens:
+                row.num_pads = num_pads
 
     def select(self, numbers: torch.Tensor) -> None:
         """Go on with these rows, and close those that are left over."""

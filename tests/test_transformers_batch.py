@@ -848,7 +848,7 @@ def test_pads_of_a_model_that_knows_distances_only_are_taken(tmp_path: Path) -> 
         alone = ids[2:, -77:]
         expected = generate(model, alone, usual_cache(model))
         with PagedCache.from_prompt(model, alone, kv) as cache:
-            assert cache.num_reused_tokens == 76
+            assert cache.num_reused_tokens == 64
             found = generate(model, alone, cache)
         assert torch.equal(found.sequences, expected.sequences)
         assert largest_difference(found, expected) <= 1e-4

@@ -278,10 +278,10 @@ class Residency:
     def front(self, count: int) -> list[Page]:
         """The next ``count`` pages to leave, those included that are being written."""
         found: list[Page] = []
-        pins, index = self.pool.pins, self.index
+        is_pinned, index = self.pool.is_pinned, self.index
         for key in self._policy.victims():
             page = index[key]
-            if not pins[page.slot]:  # type: ignore[index] # candidates have slots
+            if not is_pinned(page.slot):  # type: ignore[arg-type] # candidates have slots
                 found.append(page)
                 if len(found) == count:
                     break

@@ -770,22 +770,31 @@ def test_a_turn_without_the_turns_before_is_refused(
         cache.commit(output)
 
 
-def test_another_model_is_refused_and_so_is_a_part_of_the_model(
-    model: PreTrainedModel, kv: pk.PagedKVCache
-) -> None:
-    ids, other, copied = random_ids(20, seed=60), tiny.llama(seed=1), copy.deepcopy(model)
-    watched = tiny.llama(seed=2)
+def test_another_model_is_refused(model: PreTrainedModel, kv: pk.PagedKVCache) -> None:
+    ids, copied, watched = random_ids(20, seed=60), copy.deepcopy(model), tiny.llama(seed=2)
     with pk.PagedKVCache(spec_for(watched), 8) as its_own:
         PagedCache(watched, its_own).close()
     with PagedCache(model, kv) as cache, torch.no_grad():
-        for wrong in (other, watched, copied, model.model):
-            with pytest.raises(ValueError, match="made for|was made for another"):
+        for wrong in (watched, copied):
+            with pytest.raises(ValueError, match="was made for another LlamaForCausalLM"):
                 wrong(ids, cache=cache)
         assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("which", ["another model", "a part of the model"])
+def test_what_no_hook_has_seen_gets_no_key(
+    which: str, model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    ids, more = random_ids(40, seed=60), random_ids(20, seed=61)
+    unseen = model.model if which == "a part of the model" else tiny.llama(seed=1)
+    with PagedCache(model, kv) as cache, torch.no_grad():
         model(ids, cache=cache)
-        cache.crop(-5)
-        with pytest.raises(ValueError, match="another model than it was made for"):
-            model.model(ids[:, :5], cache=cache)
+        cache.crop(-20)
+        unseen(more, cache=cache)
+        assert cache.get_seq_length() == 40
+        for named in (ids, torch.cat([ids[:, :20], more], dim=1)):
+            with pytest.raises(ValueError, match="20 of 40 tokens were not given as input_ids"):
+                cache.commit(named)
 
 
 @pytest.mark.parametrize(

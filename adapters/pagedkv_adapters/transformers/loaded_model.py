@@ -113,7 +113,7 @@ def _parts_of(model: torch.nn.Module) -> Parts:
 
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Each module once, as ``model.modules()``, in a third of the time."""
+    """Each module once, as ``model.modules()``, in less time."""
     found: dict[int, torch.nn.Module] = {}
     waiting: list[torch.nn.Module | None] = [model]
     while waiting:

@@ -272,16 +272,14 @@ class PagedCache(Cache):
         """Append to one layer; all keys and values of it, ``(row, head, token, channel)``.
 
         The tensors are valid until the next call. Where the model attends to pages, they are those
-        of the new tokens only, marked for ``paged_attention``.
+        of the new tokens only, marked for ``paged_attention``. Where it is not the model that the
+        cache was made for that calls this, or a part of it alone, the tokens cannot be committed.
 
         Raises:
             ValueError: The batch has other rows, or the keys of the layer before were not attended.
         """
-        if not self._is_begun:
-            raise ValueError(
-                "the cache was given to another model than it was made for, or to a part of it, "
-                "which the hook on the model does not see: call the model itself"
-            )
+        if layer_idx == 0 and not self._is_begun:
+            self._begin_unseen()
         self._check_attended()
         self._end_gather()
         shape = key_states.shape
@@ -548,6 +546,13 @@ class PagedCache(Cache):
             self._arrived[layer] = is_untouched and self._arrived.get(layer, True)
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _begin_unseen(self) -> None:
+        """Begin a pass that no hook has shown: whose it is, and of which tokens, is not known."""
+        self.settle()
+        self._attends_to_pages = False
+        for row in self._rows.distinct:
+            row.note_unknown()
 
     def _go_on(self, given: ForwardInput, compute: Compute | None, num_kept: int) -> None:
         """Become the rows of a pass, and bring them to one column."""

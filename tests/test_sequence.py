@@ -862,3 +862,21 @@ def test_repr_tells_the_size(small_cache: PagedKVCache) -> None:
     sequence = small_cache.open_sequence()
     sequence.append(*make_kv(SPEC, 5))
     assert repr(sequence) == "<Sequence: 5 tokens, 2 pages>"
+
+
+def test_pages_that_are_gathered_stay_in_their_slots_though_the_sequence_is_closed() -> None:
+    k, v = make_kv(SPEC, 8)
+    with PagedKVCache(SPEC, 4) as cache:
+        sequence = cache.open_sequence()
+        sequence.append(k, v, range(8))
+        with sequence.gather(0) as (keys, values):
+            sequence.close()
+            others = make_kv(SPEC, 8, seed=1)
+            other = cache.open_sequence()
+            other.append(*others)  # takes the two slots that are left
+            with pytest.raises(PoolExhaustedError):
+                other.append(*make_kv(SPEC, 1, seed=2))
+            np.testing.assert_array_equal(keys, k[0])
+            np.testing.assert_array_equal(values, v[0])
+        other.append(*make_kv(SPEC, 1, seed=2))
+        cache.check_invariants()

@@ -868,6 +868,7 @@ def test_prompt_lookup_begins_with_a_known_prefix_where_there_are_no_positions(
     name: str, tmp_path: Path
 ) -> None:
     model = getattr(tiny, name)()
+    model.generation_config.use_cache = True
     prompt = torch.cat([random_ids(40, seed=67)] * 2, dim=1)
     expected = generate(model, prompt, usual_cache(model))
     with open_cache(model, tmp_path / "cache.zarr") as kv:

@@ -108,10 +108,12 @@ def test_a_model_whose_weights_accelerate_moves_is_refused(
         spec_for(build(folder))
 
 
-def test_a_model_on_several_devices_is_refused() -> None:
+@pytest.mark.parametrize("other", ["meta", "cuda:0"])
+def test_a_model_on_several_devices_is_refused(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama()
-    model.model.layers[1].to("meta")
-    with pytest.raises(ValueError, match="has its weights on cpu, meta: load all of them to one"):
+    parts = loaded_model._parts_of(model)._replace(devices={CPU, torch.device(other)})
+    monkeypatch.setattr(loaded_model, "_parts_of", lambda _: parts)
+    with pytest.raises(ValueError, match=f"has its weights on cpu, {other}: load all of them to"):
         spec_for(model)
 
 

@@ -28,6 +28,7 @@ BUILD: dict[str, Build] = {
     "Llama with heads of another size": lambda: tiny.llama(head_dim=24),
     "Llama without KV heads": lambda: tiny.llama(num_key_value_heads=None),
     "Bart's decoder": tiny.bart,
+    "Whisper's decoder": tiny.whisper,
     "Llama 4": tiny.llama4,
     "JetMoE": tiny.jetmoe,
     "Bloom": tiny.bloom,

@@ -229,14 +229,6 @@ def test_modules_are_visited_once_even_in_a_circle() -> None:
 # -- how it generates --------------------------------------------------------------------------
 
 
-def test_a_model_that_generates_without_a_cache_is_refused() -> None:
-    model = tiny.llama(use_cache=False)
-    with pytest.raises(ValueError, match="set model.generation_config.use_cache = True"):
-        spec_for(model)
-    model.generation_config.use_cache = True
-    spec_for(model)
-
-
 @pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static", "quantized", "paged"])
 def test_generate_refuses_another_kind_of_cache_before_it_computes(kind: str) -> None:
     model, ids = tiny.llama(), random_ids(40, seed=1)

@@ -81,6 +81,14 @@ def test_a_configuration_that_tells_no_heads_is_refused(monkeypatch: pytest.Monk
         spec_for(tiny.rwkv())
 
 
+def test_a_model_that_generates_without_a_cache_is_refused() -> None:
+    model = tiny.llama(use_cache=False)
+    with pytest.raises(ValueError, match="set model.generation_config.use_cache = True"):
+        spec_for(model)
+    model.generation_config.use_cache = True
+    spec_for(model)
+
+
 def test_an_architecture_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """That costs more than all the rest: many times a forward pass of a small model."""
     model, calls = tiny.llama(), []

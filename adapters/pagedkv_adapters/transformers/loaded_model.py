@@ -43,7 +43,7 @@ def require_plain(model: torch.nn.Module, *, is_named: bool) -> None:
             "itself (of torch.compile: what was compiled; of peft: get_base_model())"
         )
     parts = _parts_of(model)
-    reason = _where_it_runs(parts) or _how_it_generates(model)
+    reason = _where_it_runs(parts)
     if reason is None and not is_named:
         reason = _what_its_bytes_do_not_tell(parts)
     if reason is not None:
@@ -66,13 +66,6 @@ def _where_it_runs(parts: Parts) -> str | None:
         return f"has its weights on {places}: load all of them to one device"
     if any(kind.__name__ == "DTensor" for kind in parts.weights):
         return "is spread over processes: load it in one"
-    return None
-
-
-def _how_it_generates(model: PreTrainedModel) -> str | None:
-    options = getattr(model, "generation_config", None)
-    if getattr(options, "use_cache", None) is False:
-        return "generates without a cache: set model.generation_config.use_cache = True"
     return None
 
 

@@ -41,11 +41,17 @@ def replace(model: PreTrainedModel) -> None:
     model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(weight.detach() * 2)
 
 
-def another_shape(model: PreTrainedModel) -> None:
-    model.resize_token_embeddings(tiny.VOCABULARY + 8)
+def cut(model: PreTrainedModel) -> None:
+    weight = model.lm_head.weight.detach()
+    model.lm_head.weight = torch.nn.Parameter(weight[: len(weight) // 2])
 
 
-@pytest.mark.parametrize("change", [merge, scale_rows, replace, another_shape])
+def change_one_number(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[5, 7] += 1e-3
+
+
+@pytest.mark.parametrize("change", [merge, scale_rows, replace, cut, change_one_number])
 def test_weights_that_were_changed_are_not_those_of_the_folder(
     change: Callable[[PreTrainedModel], None], folder: Path
 ) -> None:
@@ -54,7 +60,7 @@ def test_weights_that_were_changed_are_not_those_of_the_folder(
     assert fingerprint(model) != pk.fingerprint_files(folder)
 
 
-@pytest.mark.parametrize("change", [merge, replace])
+@pytest.mark.parametrize("change", [merge, replace, cut, change_one_number])
 def test_a_change_after_the_fingerprint_was_taken_is_seen(
     change: Callable[[PreTrainedModel], None], folder: Path
 ) -> None:

@@ -28,6 +28,7 @@ BUILD: dict[str, Build] = {
     "Llama with heads of another size": lambda: tiny.llama(head_dim=24),
     "Llama without KV heads": lambda: tiny.llama(num_key_value_heads=None),
     "Bart's decoder": tiny.bart,
+    "Whisper's decoder": tiny.whisper,
     "Llama 4": tiny.llama4,
     "JetMoE": tiny.jetmoe,
     "Bloom": tiny.bloom,
@@ -78,6 +79,14 @@ def test_a_configuration_that_tells_no_heads_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(model_spec, "require_supported", lambda *_: None)
     with pytest.raises(ValueError, match="tells no KV heads .*num_attention_heads"):
         spec_for(tiny.rwkv())
+
+
+def test_a_model_that_generates_without_a_cache_is_refused() -> None:
+    model = tiny.llama(use_cache=False)
+    with pytest.raises(ValueError, match="set model.generation_config.use_cache = True"):
+        spec_for(model)
+    model.generation_config.use_cache = True
+    spec_for(model)
 
 
 def test_an_architecture_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

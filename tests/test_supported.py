@@ -128,13 +128,17 @@ STATIC = {"rope_type": "default", "rope_theta": 10000.0}
     ("build", "parameters"),
     [
         (tiny.llama, DYNAMIC),
+        (
+            lambda: tiny.rope("by layer type", **STATIC),
+            {"full_attention": DYNAMIC, "sliding_attention": STATIC},
+        ),
         (tiny.dynamic_ntk, STATIC),
         (
             lambda: tiny.rope("by layer type", **DYNAMIC),
             {"full_attention": STATIC, "sliding_attention": STATIC},
         ),
     ],
-    ids=["configuration", "module", "module by layer type"],
+    ids=["configuration", "configuration by layer type", "module", "module by layer type"],
 )
 def test_positions_count_as_the_configuration_says_and_as_the_model_does(
     build: Build, parameters: dict[str, Any]
@@ -148,6 +152,7 @@ def test_positions_count_as_the_configuration_says_and_as_the_model_does(
 
 ACCEPTED: dict[str, Build] = {
     "BERT as a decoder": lambda: tiny.bert(is_decoder=True),
+    "GPT-NeoX": tiny.gpt_neox,
     "Bart's decoder": tiny.bart,
     "Llama 4": tiny.llama4,
     "Dory with one loop": lambda: tiny.dory(n_recurrent_loops=1),

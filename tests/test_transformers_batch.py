@@ -813,6 +813,15 @@ def test_what_page_keys_do_not_name_is_refused(name: str, value: Any, kv: pk.Pag
         model(random_ids(20, seed=61), cache=cache, **{name: value})
 
 
+def test_a_cache_that_is_not_to_be_used_is_refused(
+    model: PreTrainedModel, kv: pk.PagedKVCache
+) -> None:
+    with PagedCache(model, kv) as cache:
+        with pytest.raises(ValueError, match="use_cache=False given with a cache"):
+            generate(model, random_ids(20, seed=68), cache, use_cache=False)
+        assert cache.get_seq_length() == 0
+
+
 def test_kv_that_was_computed_with_dropout_gets_no_key(tmp_path: Path) -> None:
     model = tiny.gpt2().train()  # its embeddings have dropout by default
     ids = random_ids(40, seed=62)

@@ -294,6 +294,11 @@ def bert(**changes: Any) -> PreTrainedModel:
     return _build("BertLMHeadModel", "BertConfig", sizes)
 
 
+def gpt_neox() -> PreTrainedModel:
+    """A decoder whose configuration says is_decoder=False all the same."""
+    return _build("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_SIZES, "num_key_value_heads": None})
+
+
 def bart(**changes: Any) -> PreTrainedModel:
     """The decoder of an encoder-decoder, whose configuration speaks of both."""
     sizes = {
@@ -309,6 +314,22 @@ def bart(**changes: Any) -> PreTrainedModel:
         "max_position_embeddings": 2048,
     }
     return _build("BartForCausalLM", "BartConfig", {**sizes, **changes})
+
+
+def whisper() -> PreTrainedModel:
+    """The same, and the number of its KV heads is called that of the encoder."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 96,
+        "decoder_ffn_dim": 96,
+        "pad_token_id": 0,
+    }
+    return _build("WhisperForCausalLM", "WhisperConfig", sizes)
 
 
 def llama4() -> PreTrainedModel:

@@ -43,7 +43,7 @@ def require_plain(model: torch.nn.Module, *, is_named: bool) -> None:
             "itself (of torch.compile: what was compiled; of peft: get_base_model())"
         )
     parts = _parts_of(model)
-    reason = _where_it_runs(parts) or _how_it_generates(model)
+    reason = _where_it_runs(parts)
     if reason is None and not is_named:
         reason = _what_its_bytes_do_not_tell(parts)
     if reason is not None:
@@ -51,7 +51,7 @@ def require_plain(model: torch.nn.Module, *, is_named: bool) -> None:
 
 
 def _where_it_runs(parts: Parts) -> str | None:
-    if any(map(_is_compiled, parts.altered)) or any(map(_compiles, parts.kinds)):
+    if any(map(_is_compiled, parts.altered)):
         return (
             "is compiled: PagedCache is Python code, which torch.compile would compile anew for "
             "each length: give the model as it was before"
@@ -66,13 +66,6 @@ def _where_it_runs(parts: Parts) -> str | None:
         return f"has its weights on {places}: load all of them to one device"
     if any(kind.__name__ == "DTensor" for kind in parts.weights):
         return "is spread over processes: load it in one"
-    return None
-
-
-def _how_it_generates(model: PreTrainedModel) -> str | None:
-    options = getattr(model, "generation_config", None)
-    if getattr(options, "use_cache", None) is False:
-        return "generates without a cache: set model.generation_config.use_cache = True"
     return None
 
 
@@ -114,18 +107,17 @@ def _parts_of(model: torch.nn.Module) -> Parts:
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Each module once, as ``model.modules()``, in less time."""
-    found: dict[int, torch.nn.Module] = {}
-    waiting: list[torch.nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            waiting.extend(module.__dict__["_modules"].values())
-    return list(found.values())
+    found, seen = [model], {model}
+    for module in found:  # which grows
+        for child in module.__dict__["_modules"].values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    """Whether torch.compile replaced a module's call, or its ``forward``."""
+    """Whether torch.compile replaced a module's call, or its ``forward``, or made the module."""
     own = module.__dict__
     return own.get("_compiled_call_impl") is not None or hasattr(
         own.get("forward"), "_torchdynamo_orig_callable"
@@ -137,12 +129,6 @@ def _is_moved(module: torch.nn.Module) -> bool:
     hook: Any = module.__dict__.get("_hf_hook")
     hooks = getattr(hook, "hooks", (hook,))
     return any(getattr(h, "offload", False) or type(h).__name__ == "CpuOffload" for h in hooks)
-
-
-@functools.cache
-def _compiles(kind: type) -> bool:
-    """Whether modules of a type are what torch.compile returns."""
-    return kind.__module__.startswith("torch._dynamo.")
 
 
 @functools.cache

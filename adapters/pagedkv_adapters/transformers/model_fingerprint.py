@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 import pagedkv as pk
 from pagedkv_adapters.transformers.loaded_model import modules_of
 
-_State = tuple[tuple[tuple[int, int], ...], bytes]
+_State = tuple[tuple[tuple[int, int, int], ...], bytes]
 
 _FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, tuple[_State, str]] = WeakKeyDictionary()
 """State of the parameters when they were hashed, and their fingerprint."""
 
 _BEGIN = 4
-"""Numbers of each parameter by which changes are seen that torch does not count."""
+"""Numbers of each matrix by which changes are seen that torch does not count."""
 
 _NOT_WEIGHTS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """What a configuration says beside the model: its dtype is a field of the ``KVSpec``."""
@@ -32,7 +32,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     every engine. Any other is hashed tensor by tensor: one that exists only in memory, that was
     loaded with another configuration than the folder's, to which parameters were added (LoRA), or
     whose parameters were changed or replaced. Changes are seen by torch's count of them, and where
-    ``tensor.data`` evades that, by some numbers of each parameter.
+    ``tensor.data`` evades that, by some numbers of each matrix.
     """
     state = _state_of(model)
     known_state, known = _FINGERPRINTS.get(model, (None, ""))
@@ -47,16 +47,17 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _state_of(model: PreTrainedModel) -> _State:
-    """Where the parameters are, how often each was changed in place, and how each begins."""
+    """Where each parameter is, how often it was changed in place, its size, and how it begins."""
     found = [p for m in modules_of(model) for p in m._parameters.values() if p is not None]
-    # What is no plain parameter (but quantised, say) need not have elements in this sense.
-    plain = [p for p in found if type(p) is torch.nn.Parameter and p.numel() >= _BEGIN]
-    begins = b""
-    for device in {parameter.device for parameter in plain} - {torch.device("meta")}:
-        with torch.inference_mode():
-            here = [p.as_strided((_BEGIN,), (1,)) for p in plain if p.device == device]
-            begins += torch.cat(here).double().cpu().numpy().tobytes()
-    return tuple((parameter.data_ptr(), parameter._version) for parameter in found), begins
+    begins: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.inference_mode():
+        for p in found:
+            # What is no plain parameter (but quantised, say) need not have elements in this sense.
+            if type(p) is torch.nn.Parameter and p.dim() > 1 and p.numel() >= _BEGIN:
+                begins.setdefault(p.device, []).append(p.as_strided((_BEGIN,), (1,)))
+        begins.pop(torch.device("meta"), None)
+        sample = b"".join(torch.cat(b).double().cpu().numpy().tobytes() for b in begins.values())
+    return tuple((p.data_ptr(), p._version, p.numel()) for p in found), sample
 
 
 def _is_as_stored(model: PreTrainedModel, folder: Path) -> bool:

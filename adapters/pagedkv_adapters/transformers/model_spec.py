@@ -51,11 +51,14 @@ def spec_for(
     if geometry is None or known_config is not model.config:
         geometry = _geometry_of(model)
         _geometries[model] = (model.config, geometry)
+    name = type(model).__name__
+    if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
+        raise ValueError(
+            f"{name} generates without a cache: set model.generation_config.use_cache = True"
+        )
     if model.dtype not in _DTYPES:
         known = ", ".join(_DTYPES.values())
-        raise ValueError(
-            f"{type(model).__name__} computes in {model.dtype}: load it in one of {known}"
-        )
+        raise ValueError(f"{name} computes in {model.dtype}: load it in one of {known}")
     return pk.KVSpec(
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,

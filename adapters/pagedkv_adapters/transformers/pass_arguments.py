@@ -69,6 +69,8 @@ def require_named_by_keys(
             f"{', '.join(others)} given: PagedCache takes text only, since page keys name nothing "
             "but token ids"
         )
+    if arguments.get("use_cache") is False:
+        raise ValueError("use_cache=False given with a cache: leave one of them out")
     if positions.are_own and arguments.get("position_ids") is None:
         raise ValueError(
             f"{type(model).__name__} counts positions in a way of its own if it is given no "

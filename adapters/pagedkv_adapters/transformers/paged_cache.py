@@ -81,10 +81,9 @@ class PagedCache(Cache):
         window_only: bool = False,
     ) -> None:
         check_spec(model, kv, model_fingerprint)
-        self._model_fingerprint = model_fingerprint
         windows = windows_of(model, window_only=window_only)
         row = Row(kv.open_sequence() if sequence is None else sequence)
-        self._start(model, kv, [row], windows, window_only)
+        self._start(model, kv, [row], windows, model_fingerprint, window_only)
 
     @classmethod
     def from_prompt(
@@ -130,8 +129,7 @@ class PagedCache(Cache):
                 rows.append(Row(sequence, prompt, pads))
                 rows[-1].truncate(min(sequence.num_tokens, len(prompt) - 1))
             cache = cls.__new__(cls)
-            cache._model_fingerprint = model_fingerprint
-            cache._start(model, kv, rows, windows, window_only)
+            cache._start(model, kv, rows, windows, model_fingerprint, window_only)
             return cache
         except BaseException:
             for row in rows:
@@ -144,11 +142,13 @@ class PagedCache(Cache):
         kv: pk.PagedKVCache,
         rows: Seq[Row],
         windows: Seq[int | None],
+        model_fingerprint: str | None,
         window_only: bool,
     ) -> None:
         """Take rows that are there, for a model that has been checked."""
         self.kv = kv
         self._model = model
+        self._model_fingerprint = model_fingerprint
         self._rows = Rows(rows)
         self._prompt_rows = tuple(rows)
         self._past = 0  # columns before those that this forward pass appends
@@ -447,7 +447,9 @@ class PagedCache(Cache):
         cache = PagedCache.__new__(PagedCache)
         windows = [self._layer(layer).window for layer in range(len(self.layers))]
         rows = [self._rows.all[at] for at in numbers]
-        cache._start(self._model, self.kv, rows, windows, self._window_only)
+        cache._start(
+            self._model, self.kv, rows, windows, self._model_fingerprint, self._window_only
+        )
         return cache
 
     def end_forward(self) -> bool | None:

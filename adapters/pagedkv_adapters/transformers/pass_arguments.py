@@ -82,7 +82,7 @@ def is_random(model: PreTrainedModel) -> bool:
     """Whether dropout changes what a forward pass computes."""
     if not model.training:
         return False
-    config = model.config.get_text_config(decoder=True).to_dict()
+    config = vars(model.config.get_text_config(decoder=True))  # to_dict would copy it in each step
     rates = [v for name, v in config.items() if "drop" in name and isinstance(v, int | float)]
     return any(rates) or any(
         isinstance(one, torch.nn.Dropout) and one.p > 0 for one in model.modules()

@@ -24,7 +24,9 @@ from pagedkv.errors import (
 from pagedkv.fingerprint import fingerprint_files
 from pagedkv.format import PageEntry, StoreRow
 from pagedkv.loading import LoadHandle
-from pagedkv.policy import FIFO, LRU, EvictionPolicy
+from pagedkv.policies.fifo import FIFO
+from pagedkv.policies.lru import LRU
+from pagedkv.policy import EvictionPolicy
 from pagedkv.prefix import PageKeys, page_keys
 from pagedkv.sequence import Sequence
 from pagedkv.spec import KVSpec, PageKey, format_nbytes, parse_nbytes

@@ -22,7 +22,8 @@ from pagedkv.loading import Loader, LoadHandle
 from pagedkv.lock import CacheLock
 from pagedkv.moves import Mover
 from pagedkv.page import Page
-from pagedkv.policy import LRU, EvictionPolicy
+from pagedkv.policies.lru import LRU
+from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
 from pagedkv.prefix import PageKeys, as_tokens, check_extra, check_salt, page_keys
 from pagedkv.residency import Residency

@@ -1,0 +1,1 @@
+"""The eviction policies, one a module; their contract is ``pagedkv.policy.EvictionPolicy``."""

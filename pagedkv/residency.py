@@ -312,8 +312,12 @@ class Residency:
 
     def dirty_front(self, count: int) -> list[Page]:
         """Of the pages that may leave the next ``count`` that the store does not have."""
-        pages = (self.index[key] for key in self._policy.victims())
+        pages = (self.index[key] for key in self._policy.upcoming())
         return list(islice((p for p in pages if p.row is None and self.may_leave(p)), count))
+
+    def candidates(self) -> Iterator[tuple[PageKey, PageKey | None]]:
+        """Key and parent of the pages that no sequence holds, the first to leave first."""
+        return ((key, self.index[key].parent) for key in self._policy.upcoming())
 
     def held_candidates(self) -> Iterator[Page]:
         """Resident pages of live sequences that may leave, the longest resident first."""

@@ -193,7 +193,11 @@ class PagedKVCache:
         Advisory: the pages may be gone by the next call; ``acquire`` and ``open_sequence`` keep
         them.
         """
-        return self._group_of(keys, group).keyed.match(keys)
+        layer_group = self._group_of(keys, group)
+        num_held = layer_group.keyed.match(keys)
+        if self._recording is not None:
+            self._recording.match(keys, layer_group.moves.number, num_held)
+        return num_held
 
     def get(self, keys: Seq[PageKey], out: Array | None = None, group: int | None = None) -> Array:
         """Copy pages out of the cache.
@@ -416,8 +420,10 @@ class PagedKVCache:
             for number, group in enumerate(self._groups):
                 for key, parent in group.places.candidates():
                     recording.held(key, parent, number)
+            earlier: list[Sequence] = []
             for sequence in self._sequences:
-                sequence.record(recording)
+                sequence.record(recording, earlier)
+                earlier.append(sequence)
             recording.begin()
             self._recording = recording
         return recording

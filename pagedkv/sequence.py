@@ -22,6 +22,7 @@ from pagedkv.page import Page
 from pagedkv.page_attention import PageAttention
 from pagedkv.prefix import Tokens, as_tokens, chain_key
 from pagedkv.recording import Recording
+from pagedkv.retention import Retention
 from pagedkv.spec import PageKey
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Sequence:
         self._spare: list[list[Array]] = [[] for _ in groups]  # buffers of gather
         self._staging = [layer_scan.Staging() for _ in groups]
         self._whereabouts = [layer_scan.Whereabouts() for _ in groups]
+        self._retention: Retention | None = None
         self._is_closed = False
         self._page_tokens = groups[0].spec.page_tokens
 
@@ -339,6 +341,24 @@ class Sequence:
             entries = [self._entry(number, at) for at in range(num_pages)]
             group.save_pages(self._tables[number][:num_pages], entries)
 
+    def retain(self, priority: int = 1, ttl: float | None = None) -> None:
+        """Let the pages leave the pool later than others, once the sequence is closed.
+
+        While it is open they cannot be lost anyway. What pages with a key are retained for is the
+        most that any sequence asked for; it ends when they leave the pool all the same. A fork
+        takes it over.
+
+        Args:
+            priority: From 1: pages of a lower priority leave first; pages without retention have
+                0, which ends it.
+            ttl: Seconds after the last use until they count as all others again; None for ever.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        self._check_usable()
+        self._retention = Retention(priority, ttl)
+
     def fork(self) -> "Sequence":
         """A new sequence with the same tokens; pages are shared until one of the two writes.
 
@@ -353,6 +373,7 @@ class Sequence:
                 child._tables[number] = list(self._tables[number])
                 child._keys[number] = list(self._keys[number])
             child._num_dropped = self._num_dropped
+            child._retention = self._retention
             child._tokens = self._tokens
             child._filled = list(self._filled)
             self._cache.adopt(child)
@@ -450,7 +471,7 @@ class Sequence:
         self._cache.forget(self)
         self._whereabouts = [layer_scan.Whereabouts() for _ in self._groups]
         for number, group in enumerate(self._groups):
-            group.release(self._tables[number])
+            group.release(self._tables[number], self._retention)
         self._tables = [[] for _ in self._groups]
         self._spare = [[] for _ in self._groups]
 

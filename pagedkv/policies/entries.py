@@ -96,6 +96,7 @@ class Queue:
     @staticmethod
     def _take_out_of_line(entry: Entry) -> None:
         before, after = entry.before, entry.after
-        assert before is not None and after is not None
+        assert before is not None
+        assert after is not None
         before.after, after.before = after, before
         entry.before = entry.after = None

@@ -1,4 +1,4 @@
-"""``EntryPolicy``: what policies that keep pages in queues share, so that each reads like its paper."""
+"""``EntryPolicy``: what policies share, so that each reads like its paper."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence

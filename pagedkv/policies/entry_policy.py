@@ -102,24 +102,24 @@ class EntryPolicy(ABC):
             at += 1
 
     def upcoming(self) -> Iterator[PageKey]:
-        """The candidates in the order of the queues, second chances left aside."""
+        """The candidates in the order of the queues, as if no page got a second chance."""
         yield from [entry.key for entry in self._named]
-        left = dict(self._num_children)
+        gone: dict[PageKey, int] = {}  # children that were yielded, by parent
         passed: set[PageKey] = set()  # met before their children
         for ranked in self._ranking():
             entry: Entry | None = ranked
             while entry is not None and not entry.is_held:
-                if entry.key in left:
-                    passed.add(entry.key)
+                key, parent = entry.key, entry.parent
+                if self._num_children.get(key, 0) > gone.get(key, 0):
+                    passed.add(key)
                     break
-                yield entry.key
-                parent = entry.parent
+                yield key
                 if parent is None:
                     break
-                left[parent] -= 1
-                if not left[parent]:
-                    del left[parent]
-                entry = self._entries.get(parent) if parent in passed else None
+                gone[parent] = gone.get(parent, 0) + 1
+                entry = self._entries.get(parent)
+                if entry is not None and parent not in passed and not self._is_parked(entry):
+                    break  # its own turn comes
 
     def __len__(self) -> int:
         return len(self._entries) - self._num_held
@@ -138,7 +138,7 @@ class EntryPolicy(ABC):
 
     @abstractmethod
     def _ranking(self) -> Iterable[Entry]:
-        """All entries but those named by ``victims``, about as they would leave."""
+        """The entries that are in line, about as they would leave."""
 
     def _remember(self, entry: Entry) -> None:  # noqa: B027
         """An entry was evicted."""
@@ -155,8 +155,12 @@ class EntryPolicy(ABC):
 
     def _unpark(self, entry: Entry) -> None:
         """Nothing hinders an entry any more; if it was parked, it is the first of its queue."""
-        if entry.after is None:
+        if self._is_parked(entry):
             entry.queue.unpark(entry)
+
+    def _is_parked(self, entry: Entry) -> bool:
+        """Does an entry that ``_next`` has not taken stand out of line?"""
+        return entry.after is None
 
     def _take_out(self, entry: Entry) -> None:
         """Take an entry out of its queue."""

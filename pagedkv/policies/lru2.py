@@ -65,12 +65,15 @@ class LRU2(EntryPolicy):
 
     def _unpark(self, entry: Entry) -> None:
         if entry in self._parked:
-            self._parked.discard(entry)
+            self._parked.remove(entry)
             heappush(self._heap, (entry.uses, entry))
+
+    def _is_parked(self, entry: Entry) -> bool:
+        return entry in self._parked
 
     def _take_out(self, entry: Entry) -> None:
         if entry in self._parked:
-            self._parked.discard(entry)
+            self._parked.remove(entry)
         elif len(self._heap) > 2 * len(self._entries) + 64:  # what left out of turn is in it
             known = self._entries
             self._heap = [item for item in self._heap if known.get(item[1].key) is item[1]]
@@ -87,4 +90,6 @@ class LRU2(EntryPolicy):
             self._ghosts.popitem(last=False)
 
     def _ranking(self) -> Iterable[Entry]:
-        return sorted(self._entries.values(), key=lambda entry: entry.uses)
+        known = self._entries
+        entries = (entry for _, entry in self._heap if known.get(entry.key) is entry)
+        return sorted(entries, key=lambda entry: entry.uses)

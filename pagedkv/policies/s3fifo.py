@@ -56,10 +56,7 @@ class S3FIFO(EntryPolicy):
     def _next(self) -> Entry | None:
         if len(self._small) < self._num_small:
             return self._next_of_main() or self._next_of_small()
-        while (entry := self._next_of_small()) is None:
-            if self._small.first() is None:
-                return self._next_of_main()
-        return entry
+        return self._next_of_small() or self._next_of_main()
 
     def _next_of_small(self) -> Entry | None:
         small = self._small

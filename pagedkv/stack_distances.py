@@ -16,15 +16,15 @@ def leading_distances(trace: Trace) -> Numbers:
     O(accesses x log accesses).
 
     Of a page and its parent the parent was always used last, so that plain LRU keeps the parents
-    of what it keeps, and is what ``LRU`` does; only a page that came behind several ones can make a
-    difference, so such traces need a replay.
+    of what it keeps, and is what ``LRU`` does. Where a page came behind several ones that differs:
+    such a trace needs a replay.
 
     Source: R. L. Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems
     Journal 9 (1970); counted with the tree of P. M. Fenwick, "A new data structure for cumulative
     frequency tables" (1994).
 
     Raises:
-        ValueError: The trace is chained, and pages came behind several ones.
+        ValueError: The trace is chained, and a page came behind several ones.
     """
     if trace.is_chained and not trace.is_prefix_closed:
         raise ValueError(f"{trace.source} has pages with several parents: replay it")
@@ -36,9 +36,7 @@ def leading_distances(trace: Trace) -> Numbers:
 
 
 @kernel
-def _fill(
-    pages: Any, starts: Any, last: Any, tree: Any, distances: Any, never: Any
-) -> None:
+def _fill(pages: Any, starts: Any, last: Any, tree: Any, distances: Any, never: Any) -> None:
     """``last``: when each page was used last; ``tree``: how many pages were used last when."""
     size = len(pages)
     num_known = 0

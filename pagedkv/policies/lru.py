@@ -75,11 +75,7 @@ class LRU:
         passed: set[PageKey] = set()  # met before their children
         for key in order:
             at: PageKey | None = key
-            while (
-                at is not None
-                and at not in held
-                and num_children.get(at, 0) == named.get(at, 0)
-            ):
+            while at is not None and at not in held and num_children.get(at, 0) == named.get(at, 0):
                 yield at
                 at = order[at]
                 if at is not None:

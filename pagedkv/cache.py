@@ -26,6 +26,7 @@ from pagedkv.policies.lru import LRU
 from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
 from pagedkv.prefix import PageKeys, as_tokens, check_extra, check_salt, page_keys
+from pagedkv.recording import Recording
 from pagedkv.residency import Residency
 from pagedkv.room import Room
 from pagedkv.sequence import Extra, Sequence
@@ -136,6 +137,8 @@ class PagedKVCache:
         self._pid = os.getpid()
         self._num_forks = _forks.count
         self.is_closed = False
+        self._recording: Recording | None = None
+        self._policy_name = ranking.name
         if store is not None:
             owners.take_over(store, self)
 
@@ -180,6 +183,8 @@ class PagedKVCache:
         layer_group = self._group_of(keys, group)
         if self.needs_finite or not layer_group.fits(pages, len(keys)):
             check_pages("pages", pages, len(keys), layer_group.spec, finite=self.needs_finite)
+        if self._recording is not None:
+            self._recording.put(keys, layer_group.moves.number)
         layer_group.keyed.put(keys, pages, write_through=self.writes_through)
 
     def match(self, keys: Seq[PageKey], group: int | None = None) -> int:
@@ -208,6 +213,8 @@ class PagedKVCache:
         """
         layer_group = self._group_of(keys, group)
         out = _checked_out(out, len(keys), layer_group)
+        if self._recording is not None:
+            self._recording.get(keys, layer_group.moves.number)
         layer_group.keyed.get(keys, out)
         return out
 
@@ -233,6 +240,8 @@ class PagedKVCache:
 
         def read() -> Array:
             self.check_usable()
+            if self._recording is not None:
+                self._recording.get(keys, layer_group.moves.number)
             pages = np.empty((len(keys), *layer_group.page_shape), dtype=layer_group.dtype)
             ends = None if deadline is None else started + deadline
             left = None if ends is None else max(0.0, ends - time.monotonic())
@@ -254,10 +263,14 @@ class PagedKVCache:
                 is pinned. Acquire fewer keys.
         """
         layer_group = self._group_of(keys, group)
+        recording = self._recording
+        use = None if recording is None else recording.acquire(keys, layer_group.moves.number)
         pages = layer_group.keyed.acquire(keys)
         try:
             yield [layer_group.keyed.readonly_view(page) for page in pages]
         finally:
+            if recording is not None and use is not None:
+                recording.release(use)
             layer_group.keyed.release_pins(pages)
 
     # -- sequences ---------------------------------------------------------------------------
@@ -286,6 +299,8 @@ class PagedKVCache:
             check_extra(extra)
         keys = [page_keys(spec, ids, salt, _per_page(extra, spec, ids)) for spec in self.specs]
         sequence = Sequence(self, self._groups, salt, extra)
+        if self._recording is not None:
+            self._recording.open(sequence, keys[0])
         tables: list[list[Page]] = [[] for _ in self._groups]
         try:
             for group, table, group_keys in zip(self._groups, tables, keys, strict=True):
@@ -297,6 +312,8 @@ class PagedKVCache:
             sequence.start_from(ids, keys, tables)
             self.adopt(sequence)
             sequence.resume_tail(ids, refresh=common == len(keys[0]))
+            if self._recording is not None:
+                self._recording.append(sequence, sequence.num_tokens)
         except BaseException:
             self.forget(sequence)
             for group, table in zip(self._groups, tables, strict=True):
@@ -337,6 +354,8 @@ class PagedKVCache:
                 have been written by now.
         """
         self.check_usable()
+        if self._recording is not None:
+            self._recording.flush()
         for group in self._groups:
             group.flush()
         untold = [group.take_untold_error() for group in self._groups]
@@ -359,6 +378,55 @@ class PagedKVCache:
                 store_nbytes=0 if self.store is None else self.store.nbytes,
             )
 
+    def record(self, path: str | os.PathLike[str]) -> Recording:
+        """Write from now on which pages are asked for, and what else decides which of them leave.
+
+        ``pagedkv simulate`` replays the file, with this policy and size or with others. It holds no
+        tokens and no keys (docs/traces.md). What the cache holds already is its beginning.
+
+        Args:
+            path: A new file.
+
+        Returns:
+            The recording: close it, or use it in a ``with`` statement. The cache's ``close`` ends
+            it too.
+
+        Raises:
+            FileExistsError: There is such a file: it is kept.
+            ValueError: A recording is under way.
+            OSError: The file cannot be made.
+        """
+        self.check_usable()
+        if self._recording is not None and not self._recording.is_closed:
+            raise ValueError(
+                f"the cache is recorded to {self._recording.path} already: close that recording"
+            )
+        recording = Recording(
+            path,
+            {
+                "policy": self._policy_name,
+                "page_tokens": self.specs[0].page_tokens,
+                "page_nbytes": sum(spec.page_nbytes for spec in self.specs),
+                "num_slots": [group.places.pool.num_slots for group in self._groups],
+                "has_store": self.store is not None and not self.store.read_only,
+                "write_policy": "write-through" if self.writes_through else "on-evict",
+            },
+        )
+        with self._lock:
+            for number, group in enumerate(self._groups):
+                for key, parent in group.places.candidates():
+                    recording.held(key, parent, number)
+            for sequence in self._sequences:
+                sequence.record(recording)
+            recording.begin()
+            self._recording = recording
+        return recording
+
+    @property
+    def recording(self) -> Recording | None:
+        """Where operations are recorded, if they are."""
+        return self._recording
+
     def close(self) -> None:
         """Flush, then close the sequences and the store. A second call does nothing.
 
@@ -380,6 +448,8 @@ class PagedKVCache:
             if earlier is not None:
                 logger.warning("evicted pages could not be written at first: %s", earlier)
         self.is_closed = True
+        if self._recording is not None:
+            self._recording.close()
         try:
             self._loader.close()
             with self._lock:

@@ -73,14 +73,7 @@ class LayerGroup:
     def share(self, pages: Sequence[Page]) -> None:
         """Hold pages once more, for a forked sequence."""
         with self._lock:
-            held: list[Page] = []
-            try:
-                for page in pages:
-                    self.places.add_holder(page)
-                    held.append(page)
-            except BaseException:
-                self.places.drop_holders(held)
-                raise
+            self.places.add_holders(pages)
 
     def release(self, pages: Sequence[Page]) -> None:
         """Give up a sequence's hold; of a prefix the root is kept longest."""

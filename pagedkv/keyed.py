@@ -112,12 +112,10 @@ class KeyedPages:
                     usable.append(page)
                 self.count_hits(num_hits, len(run), len(usable), len(keys))
             except BaseException:
-                for page in usable:
-                    self._places.unpin(page)
+                self._places.unpin_all(usable)
                 raise
             finally:
-                for page in pinned:
-                    self._places.unpin(page)
+                self._places.unpin_all([*pinned])
                 self._places.drop_holders(run)
             return usable
 
@@ -131,9 +129,7 @@ class KeyedPages:
     def release_pins(self, pages: Sequence[Page]) -> None:
         """Take back the pins of ``acquire``."""
         with self._lock:
-            self._places.touch(pages)
-            for page in pages:
-                self._places.unpin(page)
+            self._places.unpin_all(pages)
             self._lock.notify_all()
 
     def hold_run(self, keys: Sequence[PageKey]) -> list[Page]:
@@ -143,14 +139,16 @@ class KeyedPages:
         (``Page.is_lost``) when this returns.
         """
         length = self._match(keys)
-        run: list[Page] = []
+        found = {key: page for key in keys[:length] if (page := self._index.get(key))}
+        stored = {
+            keys[number]: self._stored(keys, number)
+            for number in range(length)
+            if keys[number] not in found
+        }
+        run = [found.get(key) or stored[key] for key in keys[:length]]
+        self._places.add_holders(run)
         try:
-            for number in range(length):
-                page = self._index.get(keys[number])
-                if page is None:
-                    page = self._index[keys[number]] = self._stored(keys, number)
-                self._places.add_holder(page)
-                run.append(page)
+            self._index.update(stored)
             self._places.wait_readable(run)
         except BaseException:
             self._places.drop_holders(run)

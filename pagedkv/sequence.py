@@ -20,6 +20,7 @@ from pagedkv.matrix_attention import MatrixAttention
 from pagedkv.page import Page
 from pagedkv.page_attention import PageAttention
 from pagedkv.prefix import Tokens, as_tokens, chain_key
+from pagedkv.recording import Recording
 from pagedkv.spec import PageKey
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class Sequence:
         start = self.num_tokens
         known = None if tokens is None else self._extended(as_tokens(tokens), start, count)
         if count:
+            if self._cache.recording is not None:
+                self._cache.recording.append(self, start + count)
             self._reserve_all(start, start + count)
             for number, kinds in enumerate(parts):
                 for local in range(self._groups[number].spec.held_layers):
@@ -144,6 +147,8 @@ class Sequence:
         count = len(kinds[0])
         start = self._filled[layer]
         if count:
+            if self._cache.recording is not None:
+                self._cache.recording.append(self, start + count, number)
             self._reserve(number, start, start + count)
             self._write(number, local, start, kinds)
             self._filled[layer] = start + count
@@ -291,6 +296,8 @@ class Sequence:
         if len(ids) > len(self._tokens):
             self._tokens = ids
         named = [self._name_pages(number, num_full) for number in range(len(self._groups))]
+        if self._cache.recording is not None:
+            self._cache.recording.commit(self, self._keys[0])
         for group, pages in zip(self._groups, named, strict=True):
             is_wanted = self._cache.writes_through
             group.store(pages if is_wanted else [page for page in pages if page.slot is None])
@@ -320,6 +327,8 @@ class Sequence:
             raise StoreError("save needs a store that can be written: open the cache with one")
         num_full, rest = divmod(self.num_tokens, self._page_tokens)
         self._check_extra(num_full + bool(rest))
+        if self._cache.recording is not None:
+            self._cache.recording.save(self)
         for number, group in enumerate(self._groups):
             num_pages = num_full + bool(rest)
             entries = [self._entry(number, at) for at in range(num_pages)]
@@ -342,6 +351,8 @@ class Sequence:
             child._tokens = self._tokens
             child._filled = list(self._filled)
             self._cache.adopt(child)
+            if self._cache.recording is not None:
+                self._cache.recording.fork(self, child)
         except BaseException:
             child.close()
             raise
@@ -366,6 +377,8 @@ class Sequence:
             )
         for staging in self._staging:
             staging.forget_ahead()
+        if self._cache.recording is not None:
+            self._cache.recording.truncate(self, num_tokens)
         if num_tokens == 0:
             self._num_dropped = 0
         num_pages = _pages_of(num_tokens, self._page_tokens) - self._num_dropped
@@ -407,6 +420,8 @@ class Sequence:
             return
         for staging in self._staging:
             staging.forget_ahead()
+        if self._cache.recording is not None:
+            self._cache.recording.drop(self, num_tokens)
         pages = [table[:count] for table in self._tables]
         # Together, so that whoever interrupts this leaves no table with other page numbers.
         self._tables, self._num_dropped = [table[count:] for table in self._tables], num_dropped
@@ -425,6 +440,8 @@ class Sequence:
             staging.clear()
         if self._cache.is_closed:
             return
+        if self._cache.recording is not None:
+            self._cache.recording.close_sequence(self)
         self._cache.forget(self)
         self._whereabouts = [layer_scan.Whereabouts() for _ in self._groups]
         for number, group in enumerate(self._groups):
@@ -489,6 +506,13 @@ class Sequence:
             table.append(page)
         self._tokens = tokens[: start + count]
         self._filled = [start + count] * len(self._filled)
+
+    def record(self, recording: Recording) -> None:
+        """Write what it holds, as if it had just come."""
+        recording.open(self, ())
+        recording.append(self, self.num_tokens)
+        recording.commit(self, self._keys[0])
+        recording.drop(self, self.num_dropped_tokens)
 
     def table(self, number: int) -> Seq[Page]:
         """The block table of one layer group, from the first page on that was not dropped."""

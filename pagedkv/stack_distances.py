@@ -8,12 +8,15 @@ from pagedkv.kernel_cache import kernel
 from pagedkv.trace import Numbers, Trace
 
 
+NEVER = 2**62
+"""More slots than any tier has."""
+
+
 def leading_distances(trace: Trace) -> Numbers:
     """The least number of slots with which LRU has the page, and those before it, ``(access,)``.
 
-    An access is a hit of its request's leading run if the tier has at least so many slots. Of a
-    page that was never requested before it is ``trace.num_distinct + 1``. Takes
-    O(accesses x log accesses).
+    An access is a hit of its request's leading run if the tier has at least so many slots; it is
+    ``NEVER`` from a page on that was not requested before. Takes O(accesses x log accesses).
 
     Of a page and its parent the parent was always used last, so that plain LRU keeps the parents
     of what it keeps, and is what ``LRU`` does. Where a page came behind several ones that differs:
@@ -31,12 +34,12 @@ def leading_distances(trace: Trace) -> Numbers:
     distances = np.empty(trace.num_pages, np.int64)
     last = np.full(trace.num_distinct, -1, np.int64)
     tree = np.zeros(trace.num_pages + 1, np.int32)
-    _fill(trace.pages, trace.starts, last, tree, distances, trace.num_distinct + 1)
+    _fill(trace.pages, trace.starts, last, tree, distances)
     return distances
 
 
 @kernel
-def _fill(pages: Any, starts: Any, last: Any, tree: Any, distances: Any, never: Any) -> None:
+def _fill(pages: Any, starts: Any, last: Any, tree: Any, distances: Any) -> None:
     """``last``: when each page was used last; ``tree``: how many pages were used last when."""
     size = len(pages)
     num_known = 0
@@ -46,7 +49,7 @@ def _fill(pages: Any, starts: Any, last: Any, tree: Any, distances: Any, never: 
         largest = 0
         for access in range(start, stop):
             when = last[pages[access]]
-            distance = never
+            distance = NEVER
             if when >= 0:
                 distance = num_known  # less those that were used before it
                 at = when

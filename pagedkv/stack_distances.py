@@ -7,7 +7,6 @@ import numpy as np
 from pagedkv.kernel_cache import kernel
 from pagedkv.trace import Numbers, Trace
 
-
 NEVER = 2**62
 """More slots than any tier has."""
 

@@ -59,20 +59,32 @@ class Retaining:
         self._base = base
         self._clock = clock
         self._retained: dict[PageKey, Retention] = {}
+        self._parents: dict[PageKey, PageKey | None] = {}  # of what is retained
+        self._num_children: dict[PageKey, int] = {}  # the same
         self._ranks: dict[int, LRU] = {}  # by priority
         self._places: dict[PageKey, tuple[int, PageKey | None]] = {}  # priority, parent
         self._expires: dict[PageKey, float] = {}
         self._due: list[tuple[float, PageKey]] = []  # a heap; some entries are outdated
 
     def retain(self, keys: Sequence[PageKey], retention: Retention) -> None:
-        """Retain a prefix, whose candidates ``use`` must name next; priority 0 ends that."""
+        """Retain a prefix, whose candidates ``use`` must name next.
+
+        Priority 0 ends that, but for what leads to another page that is retained.
+        """
         self._base.discard(keys)
         self._leave(keys)
-        for key in keys:
-            if retention.priority:
-                self._retained[key] = retention.joined(self._retained.get(key))
-            else:
+        if not retention.priority:
+            for key in reversed(keys):
+                if self._num_children.get(key):
+                    break
                 self._forget(key)
+            return
+        for key, parent in zip(keys, (None, *keys[:-1]), strict=True):
+            if key not in self._retained:
+                self._parents[key] = parent
+                if parent is not None:
+                    self._num_children[parent] = self._num_children.get(parent, 0) + 1
+            self._retained[key] = retention.joined(self._retained.get(key))
 
     def start(self, num_slots: int) -> None:
         """Nothing: the base was started before."""
@@ -91,6 +103,7 @@ class Retaining:
             own_parents.append(parent)
             if retention is not None:
                 self._places[key] = priority, parent
+                self._expires.pop(key, None)
                 if retention.ttl is not None:
                     expires = self._expires[key] = self._clock() + retention.ttl
                     heapq.heappush(self._due, (expires, key))
@@ -148,8 +161,16 @@ class Retaining:
                     del self._ranks[priority]
 
     def _forget(self, key: PageKey) -> None:
-        self._retained.pop(key, None)
+        if self._retained.pop(key, None) is None:
+            return
         self._expires.pop(key, None)
+        parent = self._parents.pop(key)
+        if parent is not None:
+            left = self._num_children[parent] - 1
+            if left:
+                self._num_children[parent] = left
+            else:
+                del self._num_children[parent]
 
     def _expire(self) -> None:
         """Make those whose time is up candidates of the base, as if they were used just now."""

@@ -122,10 +122,9 @@ def test_no_parent_leaves_before_its_child(base: Any, data: st.DataObject) -> No
         assert sorted(order) == sorted(present)
         assert len(policy) == len(present)
         places = {key: at for at, key in enumerate(order)}
-        if priority != 0:
-            for key in present:
-                parent = parents[key]
-                assert parent is None or places[key] < places[parent]
+        for key in present:
+            parent = parents[key]
+            assert parent is None or places[key] < places[parent]
         count = data.draw(st.integers(0, 2))
         policy.evict(order[:count])
         present.difference_update(order[:count])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from pagedkv import __version__, cli_store
+from pagedkv import __version__, cli_explain, cli_store
 from pagedkv.errors import PagedKVError
 
 if TYPE_CHECKING:
@@ -271,3 +271,4 @@ def _refuse(what: str, options: Mapping[str, object]) -> None:
 
 for _command in (cli_store.verify, cli_store.info, cli_store.ls, cli_store.gc, cli_store.bench):
     app.command()(_command)
+app.command()(cli_explain.explain)

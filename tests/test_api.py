@@ -11,7 +11,7 @@ import pagedkv
 DOCUMENTED = {
     # the cache and what it is made of
     "PagedKVCache", "Sequence", "CacheStats", "LoadHandle", "KVSpec", "LRU", "FIFO", "Lossless",
-    "EvictionPolicy",
+    "EvictionPolicy", "Explanation", "StopReason",
     # the store
     "PageStore", "StoreRow", "PageEntry", "Codec", "Raw", "Int8",
     # keys, fingerprints and sizes

@@ -168,10 +168,9 @@ def explain_group(
         across: Whether to look under other salts and extras: for the owner of the store alone.
     """
     salt, keys = prompt.keys.salt, prompt.keys
-    num_pages, damage = 0, ""
-    for key, tier in zip(keys, tiers, strict=True):
-        damage = store.damage(key) if tier is Tier.STORE and store is not None else ""
-        if tier is None or damage:
+    num_pages = 0
+    for one, tier in zip(keys, tiers, strict=True):
+        if tier is None or (tier is Tier.STORE and store is not None and store.damage(one)):
             break
         num_pages += 1
     is_stopped = num_pages < len(keys)
@@ -198,7 +197,7 @@ def explain_group(
         first_page_behind=behind[0] if behind else None,
     )
     if key is not None:
-        result = _with_reason(result, prompt, key, damage, evidences, store, across=across)
+        result = _with_reason(result, prompt, key, evidences, store, across=across)
     return result if store is None else replace(result, notes=tuple(store.notes))
 
 
@@ -206,36 +205,36 @@ def _with_reason(
     result: GroupExplanation,
     prompt: Prompt,
     key: PageKey,
-    damage: str,
     evidences: Sequence[Evidence],
     store: StoreEvidence | None,
     *,
     across: bool,
 ) -> GroupExplanation:
     """The explanation with the reason why the page ``key`` is missing."""
-    if damage and damage != GONE:
-        return replace(result, reason=StopReason.CORRUPT, detail=damage)
-    torn = "" if store is None else store.torn(key)
-    if torn:
-        return replace(result, reason=StopReason.CORRUPT, detail=torn)
-    if store is not None and not damage and key in store and not store.damage(key):
-        detail = "this process could not read it before and has forgotten it; on disk it is right"
-        return replace(result, reason=StopReason.CORRUPT, detail=detail)
+    is_gone = False
+    if store is not None:
+        damage = store.torn(key)
+        if key in store:
+            forgotten = "it could not be read before and was forgotten, though it is right on disk"
+            damage = store.damage(key) or forgotten
+        is_gone = damage == GONE
+        if damage and not is_gone:
+            return replace(result, reason=StopReason.CORRUPT, detail=damage)
     evictions = [one for evidence in evidences if (one := evidence.evicted(key)) is not None]
     if evictions:
         last = max(evictions, key=lambda one: one.time_ns)
         is_damaged = last.cause == "damaged"
         reason = StopReason.CORRUPT if is_damaged else StopReason.EVICTED
         return replace(result, reason=reason, detail=f"it {last}", eviction=last)
+    if is_gone:
+        return replace(result, reason=StopReason.EVICTED, detail="it left just now")
     other = None
     if across and store is not None:
         other = store.elsewhere(prompt.keys.tokens, result.num_pages, prompt.keys.salt)
-    if other is not None:
-        num_pages, reason = other
-        return replace(result, reason=reason, num_pages_elsewhere=num_pages)
-    detail = "it left just now" if damage == GONE else ""
-    reason = StopReason.EVICTED if damage == GONE else StopReason.NEVER_WRITTEN
-    return replace(result, reason=reason, detail=detail)
+    if other is None:
+        return replace(result, reason=StopReason.NEVER_WRITTEN)
+    num_pages, reason = other
+    return replace(result, reason=reason, num_pages_elsewhere=num_pages)
 
 
 def _of_other_model(prompt: Prompt, evidence: StoreEvidence, model: str) -> GroupExplanation:

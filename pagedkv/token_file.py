@@ -57,7 +57,8 @@ def _from_npy(data: bytes, where: str) -> Tokens:
     wrong = np.flatnonzero((array < 0) | (array > _MAX_ID))
     if len(wrong):
         raise _not_an_id(where, f"entry {wrong[0]}", str(array[wrong[0]]))
-    return array.astype(np.int32)
+    ids: Tokens = array.astype(np.int32)
+    return ids
 
 
 def _from_json(text: str, where: str) -> Tokens:

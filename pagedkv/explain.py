@@ -22,6 +22,10 @@ _ONLY_OWNER = (
     "the store belongs to another user: whether these tokens are stored under another salt or"
     " extra is for its owner to see"
 )
+_FORGOTTEN = (
+    "it is right on disk, but this process does not know it: it could not read it before, or has"
+    " not looked since it was written"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,8 +219,7 @@ def _with_reason(
     if store is not None:
         damage = store.torn(key)
         if key in store:
-            forgotten = "it could not be read before and was forgotten, though it is right on disk"
-            damage = store.damage(key) or forgotten
+            damage = store.damage(key) or _FORGOTTEN
         is_gone = damage == GONE
         if damage and not is_gone:
             return replace(result, reason=StopReason.CORRUPT, detail=damage)

@@ -188,14 +188,16 @@ class Explanation:
         share = self.num_found_tokens / self.num_tokens if self.num_tokens else 0.0
         pages = _count(self.num_pages, "page")
         found = f"{pages}, {_count(self.num_found_tokens, 'token')} ({share:.0%})"
-        yield "found", found if len(self.groups) > 1 else f"{found}; {_tiers(self.groups[0])}"
+        is_alone = len(self.groups) == 1 and self.num_pages
+        yield "found", f"{found}: {_tiers(self.groups[0])}" if is_alone else found
         if self.stop_page is not None:
             yield "stops at", f"page {self.stop_page:,}, token {self.stop_token:,}"
         last = next(group for group in self.groups if group.num_pages == self.num_pages)
         yield "because", self._because(last)
         if len(self.groups) > 1:
             for group in self.groups:
-                held = f"{_count(group.num_pages, 'page')} ({_tiers(group)})"
+                held = _count(group.num_pages, "page")
+                held = f"{held} ({_tiers(group)})" if group.num_pages else held
                 yield f"group {group.group}", f"{held}; {_because(group)}"
         if last.key is not None:
             yield "missing key", last.key.hex()
@@ -240,7 +242,7 @@ def _tiers(group: GroupExplanation) -> str:
         Tier.STORE: group.num_store_pages,
     }
     held = [f"{count:,} in the {tier}" for tier, count in counts.items() if count]
-    return ", ".join(held) or "no page"
+    return ", ".join(held)
 
 
 def _count(number: int, noun: str) -> str:

@@ -11,6 +11,7 @@ from pagedkv import (
     FIFO,
     ClosedError,
     PagedKVCache,
+    PageNotFoundError,
     PageStore,
     StopReason,
     live_explain,
@@ -138,7 +139,25 @@ def test_a_damaged_page_before_and_after_it_is_forgotten(tmp_path: Path) -> None
         assert "CRC32C is wrong" in again.groups[0].detail
         assert again.groups[0].num_pages_behind == 2
         chunk.write_bytes(good)
-        assert "was forgotten, though it is right on disk" in cache.explain(TOKENS).groups[0].detail
+        assert "it could not read it before" in cache.explain(TOKENS).groups[0].detail
+
+
+def test_a_damaged_page_that_was_forgotten_and_then_given_up(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        cache.put(KEYS, PAGES)
+    with open_cache(tmp_path) as cache:
+        assert cache.store is not None
+        row = cache.store.find(KEYS[0])
+        assert row is not None
+        name = fmt.chunk_name(row.row // 2, 6)
+        (tmp_path / "cache.zarr" / "lane-0000" / "group-0" / "kv" / name).write_bytes(b"")
+        with pytest.raises(PageNotFoundError):
+            cache.get(KEYS[:1])
+        cache.store.collect("1KiB")
+        found = cache.explain(TOKENS)
+        assert (found.reason, found.num_pages) == (StopReason.CORRUPT, 0)
+        assert found.groups[0].eviction is not None
+        assert found.groups[0].eviction.cause == "damaged"
 
 
 def test_nothing_is_told_of_other_tenants(tmp_path: Path) -> None:

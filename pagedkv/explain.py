@@ -202,7 +202,8 @@ def explain_group(
     )
     if key is not None:
         result = _with_reason(result, prompt, key, evidences, store, across=across)
-    return result if store is None else replace(result, notes=tuple(store.notes))
+    is_certain = result.reason in (StopReason.EVICTED, StopReason.CORRUPT)
+    return result if store is None or is_certain else replace(result, notes=tuple(store.notes))
 
 
 def _with_reason(

@@ -1,5 +1,6 @@
 """Why a prompt hits as far as it does in a cache that is in use."""
 
+import random
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pagedkv import (
     page_keys,
 )
 from pagedkv import format as fmt
+from pagedkv.explain import explain_prefix
 from pagedkv.explanation import Tier
 
 SPEC = make_spec()
@@ -133,7 +135,7 @@ def test_a_damaged_page_before_and_after_it_is_forgotten(tmp_path: Path) -> None
         found = cache.explain(TOKENS)
         assert (found.reason, found.num_pages) == (StopReason.CORRUPT, 3)
         with cache.open_sequence(TOKENS) as seq:
-            assert seq.num_tokens == found.num_found_tokens == 12
+            assert seq.num_tokens == found.num_found_tokens == 12  # no sibling shares more
         again = cache.explain(TOKENS)
         assert (again.reason, again.num_pages) == (StopReason.CORRUPT, 3)
         assert "CRC32C is wrong" in again.groups[0].detail
@@ -208,6 +210,42 @@ def test_a_prompt_in_the_pool_reads_no_store(
     with open_cache(tmp_path) as cache:
         cache.put(KEYS, PAGES)
         assert cache.explain(TOKENS).reason is StopReason.COMPLETE
+
+
+def test_it_says_what_opening_a_sequence_finds(tmp_path: Path) -> None:
+    """Random prompts that share prefixes, in pool and store, dropped, given up and damaged."""
+    rng = random.Random(7)
+    prompts = [np.array([rng.randrange(2) for _ in range(26)]) for _ in range(12)]
+    reasons = set()
+    for trial in range(6):
+        path = tmp_path / str(trial)
+        for _ in range(2):
+            with PagedKVCache(SPEC, 6, PageStore.open(path, SPEC)) as cache:
+                for ids in rng.sample(prompts, 4):
+                    keys = page_keys(SPEC, ids, rng.choice([b"", b"", b"tenant"]))
+                    start = rng.choice([0, 0, 0, 3])
+                    stop = rng.choice([len(keys), rng.randrange(start, len(keys))])
+                    cache.put(keys[start:stop], make_pages(SPEC, range(start, stop)))
+        with PagedKVCache(SPEC, 6, PageStore.open(path)) as cache:
+            assert cache.store is not None
+            if trial % 2:
+                cache.store.collect(cache.store.nbytes - 2000)
+            for chunk in sorted(path.glob("lane-*/group-*/kv/c.*")):
+                if rng.random() < 0.2:
+                    data = bytearray(chunk.read_bytes())
+                    data[rng.randrange(40)] ^= 1
+                    chunk.write_bytes(data)
+            for ids in rng.choices(prompts, k=20):
+                alone = explain_prefix(path, ids)
+                found = cache.explain(ids)
+                reasons.add(found.reason)
+                assert alone.num_pages <= found.num_pages
+                with cache.open_sequence(ids) as sequence:
+                    assert sequence.num_tokens // 4 == found.num_pages
+                again = cache.explain(ids)
+                assert (again.num_pages, again.reason) == (found.num_pages, found.reason)
+    wanted = {StopReason.NEVER_WRITTEN, StopReason.EVICTED, StopReason.CORRUPT, StopReason.COMPLETE}
+    assert reasons == wanted
 
 
 def test_bad_arguments() -> None:

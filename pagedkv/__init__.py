@@ -21,6 +21,7 @@ from pagedkv.errors import (
     StoreLockedError,
     StoreTimeoutError,
 )
+from pagedkv.explanation import Explanation, StopReason
 from pagedkv.fingerprint import fingerprint_files
 from pagedkv.format import PageEntry, StoreRow
 from pagedkv.loading import LoadHandle
@@ -56,6 +57,7 @@ __all__ = [
     "Codec",
     "CorruptPageError",
     "EvictionPolicy",
+    "Explanation",
     "FormatVersionError",
     "Int8",
     "KVSpec",
@@ -72,6 +74,7 @@ __all__ = [
     "Raw",
     "Sequence",
     "SpecMismatchError",
+    "StopReason",
     "StoreError",
     "StoreFullError",
     "StoreLockedError",

@@ -17,7 +17,10 @@ import numpy.typing as npt
 from pagedkv import owners
 from pagedkv.arrays import as_int, check_pages
 from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError
+from pagedkv.explain import Prompt
+from pagedkv.explanation import Explanation
 from pagedkv.group import LayerGroup
+from pagedkv.live_explain import explain_live
 from pagedkv.loading import Loader, LoadHandle
 from pagedkv.lock import CacheLock
 from pagedkv.moves import Mover
@@ -351,6 +354,28 @@ class PagedKVCache:
                 group.release(table)
             raise
         return sequence
+
+    def explain(self, tokens: npt.ArrayLike, salt: bytes = b"", extra: Extra = None) -> Explanation:
+        """Why ``open_sequence`` finds as many of a prompt's full pages as it does, and no more.
+
+        Changes nothing, and counts as no use. Where the pool does not explain all, the store's
+        catalogues are read anew and its pages of the prompt are verified: it may take seconds.
+        Pages under another salt or extra are "never written" here; ``pagedkv explain`` tells the
+        store's owner of them.
+
+        Args:
+            tokens: Ids of the prompt.
+            salt: The tenant's.
+            extra: As for ``open_sequence``.
+
+        Raises:
+            ValueError: ``tokens`` are no token ids, or ``extra`` does not cover their pages.
+            StoreError: The store cannot be read.
+        """
+        self.check_usable()
+        ids = as_tokens(tokens)
+        prompts = [Prompt.of(spec, ids, salt, extra) for spec in self.specs]
+        return explain_live(self._groups, prompts, None if self.store is None else self.store.path)
 
     def adopt(self, sequence: Sequence) -> None:
         """Count a sequence among the live ones."""

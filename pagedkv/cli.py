@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from pagedkv import __version__, cli_simulate, cli_store
+from pagedkv import __version__, cli_explain, cli_simulate, cli_store
 from pagedkv.errors import PagedKVError
 
 if TYPE_CHECKING:
@@ -276,5 +276,6 @@ for _command in (
     cli_store.gc,
     cli_store.bench,
     cli_simulate.simulate,
+    cli_explain.explain,
 ):
     app.command()(_command)

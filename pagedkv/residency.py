@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
+from pagedkv.dropped import DroppedPages
 from pagedkv.format import StoreRow
 from pagedkv.lock import CacheLock
 from pagedkv.memory import Numbers
@@ -67,6 +68,8 @@ class Residency:
         self.version = 0
         """Changes with every change of any page's slot, or of where the store has it; not when the
         store gets a page that it had not (``set_stored``), since the page is still where it was."""
+        self.dropped = DroppedPages(policy.name)
+        """The pages that left last although no store had them."""
         self._policy = policy
         policy.start(pool.num_slots)
         self._owner: list[Page | None] = [None] * pool.num_slots
@@ -289,6 +292,7 @@ class Residency:
         self.counters.num_pages_evicted += 1
         if page.row is None:
             self.counters.num_pages_dropped += 1
+            self.dropped.add(key)
             self.num_dirty -= 1
         else:
             self.num_clean -= 1
@@ -348,6 +352,8 @@ class Residency:
         self.counters.num_pages_evicted += 1
         if page.ref_count == 0 and page.row is None:
             self.counters.num_pages_dropped += 1
+            if page.key is not None:
+                self.dropped.add(page.key)
         self._unplace(page)
         if page.ref_count == 0 and page.key is not None:
             del self.index[page.key]

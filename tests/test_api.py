@@ -11,6 +11,7 @@ import pagedkv
 DOCUMENTED = {
     # the cache and what it is made of
     "PagedKVCache", "Sequence", "CacheStats", "LoadHandle", "KVSpec", "Lossless",
+    "Explanation", "StopReason",
     # which page leaves
     "EvictionPolicy", "FIFO", "LRU", "LFU", "CLOCK", "SIEVE", "S3FIFO", "ARC", "TwoQueue", "LRU2",
     # the store

@@ -28,6 +28,7 @@ from pagedkv.pool import SlotPool
 from pagedkv.prefix import PageKeys, as_tokens, check_extra, check_salt, page_keys
 from pagedkv.recording import Recording
 from pagedkv.residency import Residency
+from pagedkv.retention import Retention
 from pagedkv.room import Room
 from pagedkv.sequence import Extra, Sequence
 from pagedkv.spec import KVSpec, PageKey
@@ -193,7 +194,11 @@ class PagedKVCache:
         Advisory: the pages may be gone by the next call; ``acquire`` and ``open_sequence`` keep
         them.
         """
-        return self._group_of(keys, group).keyed.match(keys)
+        layer_group = self._group_of(keys, group)
+        num_held = layer_group.keyed.match(keys)
+        if self._recording is not None:
+            self._recording.match(keys, layer_group.moves.number, num_held)
+        return num_held
 
     def get(self, keys: Seq[PageKey], out: Array | None = None, group: int | None = None) -> Array:
         """Copy pages out of the cache.
@@ -272,6 +277,32 @@ class PagedKVCache:
             if recording is not None and use is not None:
                 recording.release(use)
             layer_group.keyed.release_pins(pages)
+
+    def retain(
+        self,
+        keys: Seq[PageKey],
+        priority: int = 1,
+        ttl: float | None = None,
+        group: int | None = None,
+    ) -> int:
+        """Let pages leave the pool later than others, until they leave it all the same.
+
+        Args:
+            keys: The pages of a prompt from its first one on; of them the leading run that is in
+                the pool is retained.
+            priority: From 1: pages of a lower priority leave first; pages without retention have
+                0, which ends it. A page keeps the highest that was asked for.
+            ttl: Seconds after the last use until they count as all others again; None for ever.
+            group: Number of the spec; only needed for plain keys and several specs.
+
+        Returns:
+            How many pages that are.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        retention = Retention(priority, ttl)
+        return self._group_of(keys, group).keyed.retain(keys, retention)
 
     # -- sequences ---------------------------------------------------------------------------
 
@@ -416,8 +447,10 @@ class PagedKVCache:
             for number, group in enumerate(self._groups):
                 for key, parent in group.places.candidates():
                     recording.held(key, parent, number)
+            earlier: list[Sequence] = []
             for sequence in self._sequences:
-                sequence.record(recording)
+                sequence.record(recording, earlier)
+                earlier.append(sequence)
             recording.begin()
             self._recording = recording
         return recording

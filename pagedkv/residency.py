@@ -11,6 +11,7 @@ from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
 from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
+from pagedkv.retention import Retaining, Retention
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.spill import SpillFile
 from pagedkv.stats import Counters
@@ -203,6 +204,15 @@ class Residency:
         ranked = [page for page in pages if page.ranked]
         if ranked:
             self._policy.use([_key(page) for page in ranked], [page.parent for page in ranked])
+
+    def retain(self, pages: Sequence[Page], retention: Retention) -> None:
+        """Let those of a prefix's pages that have keys and slots leave later than others."""
+        policy = self._policy
+        if not isinstance(policy, Retaining):
+            policy = self._policy = Retaining(policy)
+        known = [page for page in pages if page.key is not None and page.slot is not None]
+        policy.retain([_key(page) for page in known], retention)
+        self.touch(known)
 
     # -- slots -------------------------------------------------------------------------------
 

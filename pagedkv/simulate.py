@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -25,6 +26,8 @@ Progress = Callable[[int, int], None]
 
 _KEPT_ACCESSES = 4_000_000
 """Keys of traces up to this long are put into lists once, not for each replay anew."""
+
+_WARM_UP = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +170,7 @@ class _Runs:
         self._keys: list[PageKey] = []
         self._batches: list[list[Request]] | None = None
         self._parent_of: dict[PageKey, PageKey | None] = {}
+        self._warm: set[str] = set()
 
     @property
     def may_use_distances(self) -> bool:
@@ -180,6 +184,7 @@ class _Runs:
         self._prepare()
         trace = self._trace
         fresh = _make_policy(policy) if isinstance(policy, str) else copy.deepcopy(policy)
+        self._warm_up(fresh)
         batches = self._requests()
         num_before = self._num_done
         started = time.perf_counter()
@@ -255,6 +260,19 @@ class _Runs:
                 key: None if parent < 0 else self._keys[parent]
                 for key, parent in zip(self._keys, parents, strict=True)
             }
+
+    def _warm_up(self, policy: EvictionPolicy) -> None:
+        """Have whatever compiles at first use compiled, so that it is not measured."""
+        if policy.name not in self._warm:
+            self._warm.add(policy.name)
+            batches = [batch[:_WARM_UP] for batch in islice(self._requests(), 1)]
+            replay_pool(
+                batches,
+                copy.deepcopy(policy),
+                min(_WARM_UP, self._trace.num_distinct),
+                is_prefix_closed=self._trace.is_prefix_closed,
+                advance=lambda _: None,
+            )
 
     def _requests(self) -> "Iterator[list[Request]]":
         return iter(self._batches or self._trace.requests(self._keys))

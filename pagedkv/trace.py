@@ -13,6 +13,9 @@ Numbers = npt.NDArray[np.int64]
 Request = tuple[list[PageKey], list[PageKey | None]]
 """Keys of one request, the root first, and their parents."""
 
+ROOT = PageKey(b"\xff" * 32)
+"""The parent of every first page of a prompt, as ``KVSpec.root_key`` is in a cache; no page."""
+
 _AT_ONCE = 1024
 """Requests whose keys are made together."""
 
@@ -87,7 +90,7 @@ class Trace:
         return [PageKey(number.to_bytes(32, "little")) for number in range(self.num_distinct)]
 
     def requests(self, keys: Sequence[PageKey]) -> Iterator[list[Request]]:
-        """The requests in batches, as policies want them.
+        """The requests in batches, as policies want them; pages on their own have no parents.
 
         Args:
             keys: The key of each page, as ``keys`` makes them.
@@ -104,11 +107,11 @@ class Trace:
                 if not self.is_chained:
                     parents = [None] * len(own)
                 elif parent_of is None:
-                    parents = [None, *own[:-1]][: len(own)]
+                    parents = [ROOT, *own[:-1]][: len(own)]
                 else:
                     ids = numbers[start - starts[0] : stop - starts[0]]
                     befores = [parent_of[number] for number in ids]
-                    parents = [None if before < 0 else keys[before] for before in befores]
+                    parents = [ROOT if before < 0 else keys[before] for before in befores]
                 batch.append((own, parents))
             yield batch
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv import cli
+from pagedkv import KVSpec, PagedKVCache, cli, page_keys
 from pagedkv.admission import ADMISSION_NAMES, AdmitAll, AdmitLikely, AdmitSeenTwice, make_admission
 from pagedkv.cost_model import CostModel
-from pagedkv.policies import POLICY_NAMES
+from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.policies.lru import LRU
 from pagedkv.simulate import MAX_SLOTS, SimulationResult, known_policies, simulate
 from pagedkv.spec import PageKey
@@ -608,3 +608,52 @@ def test_the_published_figures_of_the_mooncake_trace() -> None:
         assert found == pytest.approx(rates, abs=5e-5)
     assert one(trace, "fifo", 5859).hit_rate == pytest.approx(0.1361, abs=5e-5)
     assert one(trace, "lru", 5859).num_hits == simulate(trace, ["lru"], sizes)[1].num_hits
+
+
+# -- against a live cache -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def spec() -> KVSpec:
+    return KVSpec(
+        num_layers=1, num_kv_heads=1, head_dim=1, page_tokens=1, dtype="float32", model="sha256:x"
+    )
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("slots", [12, 40, 150])
+def test_sequences_of_a_live_cache_hit_what_the_simulator_says(
+    policy: str, slots: int, spec: KVSpec
+) -> None:
+    runs = random_runs(21, 300)
+    hits = 0
+    with PagedKVCache(spec, num_slots=slots, policy=make_policy(policy)) as cache:
+        for run in runs:
+            tokens = np.array(run[-1] if run else (), np.int32)
+            with cache.open_sequence(tokens) as sequence:
+                known = sequence.num_tokens
+                hits += known
+                fresh = np.zeros((1, len(tokens) - known, 1, 1), np.float32)
+                sequence.append(fresh, fresh, tokens[known:])
+    assert hits == one(make_trace(runs), policy, slots).num_hits > 0
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("slots", [40, 150])  # `put` passes more than half a pool on in parts
+def test_pages_by_key_of_a_live_cache_hit_what_the_simulator_says(
+    policy: str, slots: int, spec: KVSpec
+) -> None:
+    runs = random_runs(22, 300)
+    hits = 0
+    with PagedKVCache(spec, num_slots=slots, policy=make_policy(policy)) as cache:
+        for run in runs:
+            keys = page_keys(spec, run[-1] if run else ())
+            with cache.acquire(keys) as pages:
+                hits += len(pages)
+                fresh = np.zeros((len(keys) - len(pages), *spec.page_shape), np.float32)
+                cache.put(keys[len(pages) :], fresh)
+    expected = one(make_trace(runs), policy, slots).num_hits
+    # What was put, and what had been found, are two uses: that matters to who looks at requests.
+    tolerance = 0.02 * expected if policy == "pagedkv" else 0
+    assert hits == pytest.approx(expected, abs=tolerance)
+    assert hits > 0

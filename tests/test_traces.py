@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagedkv.errors import PagedKVError, TraceError
-from pagedkv.trace import Trace
+from pagedkv.trace import ROOT, Trace
 from pagedkv.traces import read_trace
 
 HEADER = '{"format": "pagedkv-trace", "version": 1, "page_tokens": 4, "page_nbytes": 64}'
@@ -274,7 +274,7 @@ def test_a_page_behind_two_others_is_a_warning(tmp_path: Path) -> None:
     (batch,) = trace.requests(trace.keys())
     keys = trace.keys()
     assert batch[1] == ([keys[1], keys[2]], [keys[0], keys[1]])
-    assert batch[2] == ([keys[0], keys[2]], [None, keys[1]])
+    assert batch[2] == ([keys[0], keys[2]], [ROOT, keys[1]])
 
 
 def test_a_part_is_a_trace_of_its_own(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_requests_come_in_batches_with_parents(tmp_path: Path) -> None:
     batches = list(trace.requests(keys))
     assert sum(len(batch) for batch in batches) == 2501
     assert batches[-1][-1] == ([], [])
-    assert batches[1][0] == ([keys[0], keys[1025]], [None, keys[0]])
+    assert batches[1][0] == ([keys[0], keys[1025]], [ROOT, keys[0]])
 
 
 def test_reading_tells_how_far_it_is(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ to a Zarr v3 store on disk. See the README for examples.
 
 import logging
 
+from pagedkv.admission import AdmissionPolicy, AdmitAll, AdmitLikely, AdmitSeenTwice
 from pagedkv.cache import PagedKVCache
 from pagedkv.codec import Codec, Int8, Lossless, Raw
 from pagedkv.errors import (
@@ -36,6 +37,7 @@ from pagedkv.policies.sieve import SIEVE
 from pagedkv.policies.two_queue import TwoQueue
 from pagedkv.policy import EvictionPolicy
 from pagedkv.prefix import PageKeys, page_keys
+from pagedkv.recording import Recording
 from pagedkv.sequence import Sequence
 from pagedkv.spec import KVSpec, PageKey, format_nbytes, parse_nbytes
 from pagedkv.stats import CacheStats
@@ -52,6 +54,10 @@ __all__ = [
     "LRU2",
     "S3FIFO",
     "SIEVE",
+    "AdmissionPolicy",
+    "AdmitAll",
+    "AdmitLikely",
+    "AdmitSeenTwice",
     "CacheStats",
     "ClosedError",
     "Codec",
@@ -72,6 +78,7 @@ __all__ = [
     "PagedKVError",
     "PoolExhaustedError",
     "Raw",
+    "Recording",
     "Sequence",
     "SpecMismatchError",
     "StopReason",

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import owners
+from pagedkv.admission import AdmissionPolicy, AdmitAll
 from pagedkv.arrays import as_int, check_pages
 from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError
 from pagedkv.explain import Prompt
@@ -72,6 +73,8 @@ class PagedKVCache:
         policy: Which page leaves first, ``LRU()`` by default. Each spec takes a copy of it.
         write_policy: ``"on-evict"``: a page is written when it leaves the pool or at ``flush``;
             ``"write-through"``: as soon as it has a key.
+        admission: Which pages that leave the pool are written to the store, ``AdmitAll()`` by
+            default; ``flush`` and ``close`` write all that is in the pool. Each spec takes a copy.
         pool_path: File to map the pool on; it must not exist. With several specs, the group's
             name is appended.
 
@@ -90,6 +93,7 @@ class PagedKVCache:
         policy: EvictionPolicy | None = None,
         *,
         write_policy: Literal["on-evict", "write-through"] = "on-evict",
+        admission: AdmissionPolicy | None = None,
         pool_path: str | Path | None = None,
     ) -> None:
         self.specs = _checked_specs(spec)
@@ -99,6 +103,7 @@ class PagedKVCache:
             raise ValueError(
                 f"write_policy is {write_policy!r}: it must be 'on-evict' or 'write-through'"
             )
+        admitting = _checked_admission(admission, write_policy)
         ranking = LRU() if policy is None else policy
         if isinstance(ranking, type):
             raise TypeError(f"policy is the class {ranking.__name__}: give an object, made by it")
@@ -126,6 +131,7 @@ class PagedKVCache:
                             counters=self._counters,
                         ),
                         store,
+                        copy.deepcopy(admitting),
                     )
                 )
             )
@@ -624,6 +630,19 @@ def _checked_counts(num_slots: int | Seq[int], num_specs: int) -> list[int]:
     if len(counts) != num_specs:
         raise ValueError(f"num_slots has {len(counts)} numbers for {num_specs} specs")
     return counts
+
+
+def _checked_admission(admission: AdmissionPolicy | None, write_policy: str) -> AdmissionPolicy:
+    if admission is None:
+        return AdmitAll()
+    if isinstance(admission, type):
+        raise TypeError(f"admission is the class {admission.__name__}: give an object, made by it")
+    if write_policy == "write-through":
+        raise ValueError(
+            "with write_policy 'write-through' every page is written before it can leave: leave "
+            "admission out, or write on eviction"
+        )
+    return admission
 
 
 def _check_store(store: PageStore | None, specs: tuple[KVSpec, ...]) -> None:

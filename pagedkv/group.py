@@ -56,6 +56,7 @@ class LayerGroup:
         ends before the first damaged page.
         """
         with self._lock:
+            self.moves.note_request(keys)
             run = self.keyed.hold_run(keys)
             usable: list[Page] = []
             try:

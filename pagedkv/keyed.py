@@ -54,6 +54,8 @@ class KeyedPages:
         """
         if len(keys) == 1 and not write_through and self._put_quickly(keys, pages):
             return
+        with self._lock:
+            self._moves.note_request(keys)
         first_numbers = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
         numbers = sorted(first_numbers.values(), reverse=type(keys) is PageKeys)
         size = max(1, self._pool.num_slots // 2)
@@ -77,6 +79,7 @@ class KeyedPages:
         if len(keys) == 1 and self._get_quickly(keys, out):
             return
         with self._lock:
+            self._moves.note_request(keys)
             pages, stored, rows = self._locate(keys)
             known = [(n, page) for n, page in enumerate(pages) if page] if any(pages) else []
             resident = {n: page for n, page in known if page.slot is not None}
@@ -102,6 +105,7 @@ class KeyedPages:
         """
         with self._lock:
             run = self.hold_run(keys)
+            self._moves.note_request(keys[: len(run)])
             usable: list[Page] = []
             pinned: dict[Page, None] = {}
             try:
@@ -190,6 +194,7 @@ class KeyedPages:
                 return False
             self._pool.by_page[slot] = pages[0]
             self._places.add_cached(_keyed(keys, 0), slot)
+            self._moves.note_request(keys)
         return True
 
     def _get_quickly(self, keys: Sequence[PageKey], out: Array) -> bool:
@@ -206,10 +211,12 @@ class KeyedPages:
                 if page.ranked:
                     self._places.touch((page,))
                 counters.num_pool_hits += 1
+                moves.note_request(keys)
                 return True
             if not moves.read_quickly(key, out[0]):
                 return False
             counters.num_store_hits += 1
+            moves.note_request(keys)
             if self._pool.num_free or key in self._recent:
                 self._keep_copies(keys, keys, (0,), out)
             else:

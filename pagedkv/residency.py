@@ -1,7 +1,7 @@
 """``Residency``: which page is in which slot, who holds it, and which may leave."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -324,10 +324,19 @@ class Residency:
                     break
         return found
 
-    def dirty_front(self, count: int) -> list[Page]:
-        """Of the pages that may leave the next ``count`` that the store does not have."""
+    def dirty_front(self, count: int, is_wanted: Callable[[Page], bool]) -> list[Page]:
+        """Of the pages that may leave the next ``count`` wanted ones that the store does not have.
+
+        Args:
+            count: How many.
+            is_wanted: Asked of what the store does not have.
+        """
         pages = (self.index[key] for key in self._policy.upcoming())
-        return list(islice((p for p in pages if p.row is None and self.may_leave(p)), count))
+        return list(
+            islice(
+                (p for p in pages if p.row is None and self.may_leave(p) and is_wanted(p)), count
+            )
+        )
 
     def candidates(self) -> Iterator[tuple[PageKey, PageKey | None]]:
         """Key and parent of the pages that no sequence holds, the first to leave first."""

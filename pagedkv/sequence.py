@@ -586,9 +586,7 @@ class Sequence:
         last = _pages_of(num_tokens, self._page_tokens)
         return self._tables[number][first - self._num_dropped : last - self._num_dropped]
 
-    def _recorded(
-        self, num_tokens: int, group: int | None = None
-    ) -> AbstractContextManager[None]:
+    def _recorded(self, num_tokens: int, group: int | None = None) -> AbstractContextManager[None]:
         """Record, if need be, that pages for so many tokens are wanted, and whether they came."""
         recording = self._cache.recording
         return _nothing if recording is None else recording.appending(self, num_tokens, group)

@@ -1,0 +1,253 @@
+"""``ReuseIndex``: the page with the least chance of reuse, for the time it would be held, leaves first."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pagedkv.spec import PageKey
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_GHOSTS_A_SLOT = 3
+_MORE_GHOSTS = 8192
+_CHUNK = 64
+"""Victims that are looked for at once."""
+
+
+class ReuseIndex:
+    """PagedKV's own policy: pages leave in the order of a learnt index, or of LRU where that is better.
+
+    What is learnt is how soon pages are used again, by what was known of them at their last use and
+    by the time since then (``reuse_model.py``). Pages that left are remembered for a while, so
+    that what was evicted too early is noticed. A shadow of LRU of the same size counts what LRU
+    would have hit; while the index hits less, pages leave in LRU's order.
+
+    Time is counted in requested pages. Nothing is random: the same calls give the same victims. It
+    takes 44 bytes for each of four nodes a slot and for 8,192 more, half a megabyte for the model,
+    and Python's references to the resident keys.
+
+    Sources: ``reuse_model.py`` and ``reuse_kernels.py`` name them. That a use before the last one
+    tells more than the last one is LRU-2's idea (O'Neil 1993); that two orders compete by what
+    each would have hit is ARC's (Megiddo and Modha 2003).
+    """
+
+    name: ClassVar[str] = "pagedkv"
+
+    def __init__(self) -> None:
+        self._nodes: dict[PageKey, int] = {}
+        self._keys: list[PageKey | None] = []
+        self._num_nodes = 0
+        self._changes = 0  # of what iterators rely on
+        self._num_taken = 0  # victims of the plan that have left, and those that are in it
+        self._plan_keys: list[PageKey] = []
+
+    def start(self, num_slots: int) -> None:
+        """Make room for what is to be remembered; ``ValueError`` without slots."""
+        import numpy as np
+
+        from pagedkv.policies import reuse_kernels, reuse_model
+
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}: a tier holds at least one page")
+        self._num_nodes = (1 + _GHOSTS_A_SLOT) * num_slots + _MORE_GHOSTS
+        self._kernels: Any = reuse_kernels
+        self._node_array = np.zeros(self._num_nodes, reuse_kernels.NODE)
+        self._scalars = np.zeros(reuse_kernels.NUM_SCALARS, np.int64)
+        self._sums = np.zeros(reuse_kernels.NUM_SUMS, np.float64)
+        self._heads = np.zeros(reuse_model.NUM_AGES, np.int32)
+        self._cells = np.zeros((reuse_model.NUM_CELLS, reuse_kernels.NUM_COLUMNS), np.int32)
+        self._statistics = np.zeros((reuse_model.NUM_CELLS, 5), np.float64)
+        self._factors = np.ones(
+            (reuse_model.NUM_FACTORS, reuse_model.SEEN, reuse_model.NUM_GROUPS), np.float64
+        )
+        self._ends = np.zeros(reuse_model.NUM_AGES, np.float64)
+        self._buckets = np.zeros(self._num_nodes, np.int32)
+        self._plan = np.zeros(self._num_nodes, np.int32)
+        self._keys = [None] * self._num_nodes
+        self._nodes = {}
+        reuse_model.age_ends(self._ends)
+        reuse_kernels.reset(
+            self._node_array, self._scalars, self._heads, self._cells, self._buckets, num_slots
+        )
+
+    def use(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None]) -> None:
+        """Note a request for these pages, the root first.
+
+        ``ValueError`` if a page is named twice, or more come in than can be remembered.
+        """
+        if not keys:
+            return
+        nodes = self._nodes
+        node_of = nodes.get
+        ids = self._array([node_of(key, -1) for key in keys])
+        num_new = int((ids < 0).sum()) if len(keys) > 1 else int(ids[0] < 0)
+        if num_new:
+            if len(keys) > 1 and len(set(keys)) < len(keys):
+                raise ValueError("a page is named twice: name each page of a request once")
+            if len(nodes) + num_new > self._num_nodes:
+                raise ValueError(
+                    f"{len(nodes) + num_new} pages in a tier that was started with "
+                    f"{self._scalars[self._kernels.NUM_SLOTS]} slots: tell of those that left"
+                )
+        is_chain = list(parents[1:]) == list(keys[:-1])
+        first = parents[0]
+        new = [number for number, node in enumerate(ids.tolist()) if node < 0] if num_new else []
+        self._forget_plan()
+        self._kernels.use(
+            self._node_array,
+            self._scalars,
+            self._sums,
+            self._heads,
+            self._cells,
+            self._statistics,
+            self._factors,
+            self._ends,
+            self._buckets,
+            self._plan,
+            self._words(keys) if num_new else ids,
+            ids,
+            -1 if first is None else node_of(first, -1),
+            is_chain,
+        )
+        if new:
+            own = self._keys
+            numbers = ids.tolist()
+            for number in new:
+                key = keys[number]
+                node = numbers[number]
+                nodes[key] = node
+                own[node] = key
+        if not is_chain:
+            known = self._array([-1 if key is None else node_of(key, -1) for key in parents])
+            self._kernels.link(
+                self._node_array, self._scalars, self._cells, self._plan, ids, known
+            )
+
+    def hold(self, keys: Sequence[PageKey]) -> None:
+        """Take candidates out of the order; what is known of them stays."""
+        if not keys:
+            return
+        ids = self._candidates(keys)
+        self._forget_plan()
+        self._kernels.hold(self._node_array, self._scalars, self._cells, self._plan, ids)
+
+    def evict(self, keys: Sequence[PageKey]) -> None:
+        """Candidates left; they are remembered as ghosts."""
+        if not keys:
+            return
+        ahead = self._plan_keys
+        start = self._num_taken
+        is_planned = list(keys) == ahead[start : start + len(keys)]
+        pop = self._nodes.pop
+        if is_planned:
+            ids = self._array([pop(key) for key in keys])
+            self._num_taken += len(keys)
+        else:
+            ids = self._candidates(keys)
+            self._forget_plan()
+            for key in keys:
+                pop(key)
+        self._kernels.evict(
+            self._node_array,
+            self._scalars,
+            self._cells,
+            self._plan,
+            self._buckets,
+            self._words(keys),
+            ids,
+            is_planned,
+        )
+        own = self._keys
+        for node in ids.tolist():
+            own[node] = None
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages, candidates or held ones, if they are known."""
+        known = [key for key in dict.fromkeys(keys) if key in self._nodes]
+        if not known:
+            return
+        self._forget_plan()
+        ids = self._array([self._nodes.pop(key) for key in known])
+        self._kernels.discard(
+            self._node_array,
+            self._scalars,
+            self._heads,
+            self._cells,
+            self._statistics,
+            self._plan,
+            ids,
+        )
+        for node in ids.tolist():
+            self._keys[node] = None
+
+    def victims(self) -> Iterator[PageKey]:
+        """The candidates, the lowest index first; children before their parents.
+
+        ``RuntimeError`` if the policy has changed meanwhile, other than by evicting those named.
+        """
+        changes, at = self._changes, self._num_taken
+        while True:
+            if changes != self._changes:
+                raise RuntimeError("the policy has changed: ask for victims again")
+            if at == len(self._plan_keys) and not self._extend():
+                return
+            yield self._plan_keys[at]
+            at += 1
+
+    def upcoming(self) -> Iterator[PageKey]:
+        """The same as ``victims``."""
+        return self.victims()
+
+    def __len__(self) -> int:
+        if not self._num_nodes:
+            return 0
+        kernels, scalars = self._kernels, self._scalars
+        planned = scalars[kernels.NUM_PLANNED] - scalars[kernels.TAKEN]
+        return int(scalars[kernels.NUM_CANDIDATES] + planned)
+
+    def _extend(self) -> int:
+        """Plan more victims; how many there were."""
+        if not self._num_nodes:
+            return 0
+        if self._num_taken and self._num_taken == len(self._plan_keys):
+            self._forget_plan()
+        num = int(
+            self._kernels.extend(self._node_array, self._scalars, self._cells, self._plan, _CHUNK)
+        )
+        start = len(self._plan_keys)
+        own = self._keys
+        for node in self._plan[start : start + num].tolist():
+            key = own[node]
+            assert key is not None
+            self._plan_keys.append(key)
+        return num
+
+    def _forget_plan(self) -> None:
+        """The kernels put back what is left of it."""
+        self._changes += 1
+        self._num_taken = 0
+        self._plan_keys = []
+
+    def _candidates(self, keys: Sequence[PageKey]) -> "npt.NDArray[np.int32]":
+        """The nodes of candidates; ``KeyError`` if a key is none, or is named twice."""
+        ids = self._array([self._nodes.get(key, -1) for key in keys])
+        flags = self._node_array["flags"][ids]
+        held = self._kernels.HELD
+        if (ids < 0).any() or (flags & held).any() or len(set(keys)) < len(keys):
+            for number, key in enumerate(keys):
+                if ids[number] < 0 or flags[number] & held or key in keys[:number]:
+                    raise KeyError(f"page {key.hex()[:12]} is no candidate")
+        return ids
+
+    @staticmethod
+    def _array(numbers: list[int]) -> "npt.NDArray[np.int32]":
+        import numpy as np
+
+        return np.array(numbers, np.int32)
+
+    @staticmethod
+    def _words(keys: Sequence[PageKey]) -> "npt.NDArray[np.int32]":
+        import numpy as np
+
+        return np.frombuffer(b"".join(keys), np.int32)

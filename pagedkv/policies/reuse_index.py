@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 _GHOSTS_A_SLOT = 3
 _MORE_GHOSTS = 8192
-_CHUNK = 64
-"""Victims that are looked for at once."""
+_CHUNK = 32
+"""Victims that are looked for at once, at first."""
 
 
 class ReuseIndex:
@@ -36,7 +36,7 @@ class ReuseIndex:
 
     def __init__(self) -> None:
         self._nodes: dict[PageKey, int] = {}
-        self._keys: list[PageKey | None] = []
+        self._keys: list[Any] = []  # of resident nodes
         self._num_nodes = 0
         self._changes = 0  # of what iterators rely on
         self._num_taken = 0  # victims of the plan that have left, and those that are in it
@@ -80,19 +80,19 @@ class ReuseIndex:
             return
         nodes = self._nodes
         node_of = nodes.get
-        ids = self._array([node_of(key, -1) for key in keys])
-        num_new = int((ids < 0).sum()) if len(keys) > 1 else int(ids[0] < 0)
-        if num_new:
-            if len(keys) > 1 and len(set(keys)) < len(keys):
+        numbers = [node_of(key, -1) for key in keys]
+        new = [place for place, node in enumerate(numbers) if node < 0] if -1 in numbers else []
+        if new:
+            if len(new) > 1 and len(set(keys)) < len(keys):
                 raise ValueError("a page is named twice: name each page of a request once")
-            if len(nodes) + num_new > self._num_nodes:
+            if len(nodes) + len(new) > self._num_nodes:
                 raise ValueError(
-                    f"{len(nodes) + num_new} pages in a tier that was started with "
+                    f"{len(nodes) + len(new)} pages in a tier that was started with "
                     f"{self._scalars[self._kernels.NUM_SLOTS]} slots: tell of those that left"
                 )
         is_chain = list(parents[1:]) == list(keys[:-1])
         first = parents[0]
-        new = [number for number, node in enumerate(ids.tolist()) if node < 0] if num_new else []
+        ids = self._array(numbers)
         self._forget_plan()
         self._kernels.use(
             self._node_array,
@@ -105,7 +105,7 @@ class ReuseIndex:
             self._ends,
             self._buckets,
             self._plan,
-            self._words(keys) if num_new else ids,
+            self._words(keys) if new else ids,
             ids,
             -1 if first is None else node_of(first, -1),
             is_chain,
@@ -113,11 +113,9 @@ class ReuseIndex:
         if new:
             own = self._keys
             numbers = ids.tolist()
-            for number in new:
-                key = keys[number]
-                node = numbers[number]
-                nodes[key] = node
-                own[node] = key
+            nodes.update(zip(keys, numbers, strict=True))
+            for place in new:
+                own[numbers[place]] = keys[place]
         if not is_chain:
             known = self._array([-1 if key is None else node_of(key, -1) for key in parents])
             self._kernels.link(
@@ -139,15 +137,15 @@ class ReuseIndex:
         ahead = self._plan_keys
         start = self._num_taken
         is_planned = list(keys) == ahead[start : start + len(keys)]
-        pop = self._nodes.pop
         if is_planned:
-            ids = self._array([pop(key) for key in keys])
+            ids = self._plan[start : start + len(keys)]
             self._num_taken += len(keys)
         else:
             ids = self._candidates(keys)
             self._forget_plan()
-            for key in keys:
-                pop(key)
+        nodes, own = self._nodes, self._keys
+        for key in keys:
+            own[nodes.pop(key)] = None
         self._kernels.evict(
             self._node_array,
             self._scalars,
@@ -158,9 +156,6 @@ class ReuseIndex:
             ids,
             is_planned,
         )
-        own = self._keys
-        for node in ids.tolist():
-            own[node] = None
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget pages, candidates or held ones, if they are known."""
@@ -184,16 +179,21 @@ class ReuseIndex:
     def victims(self) -> Iterator[PageKey]:
         """The candidates, the lowest index first; children before their parents.
 
-        ``RuntimeError`` if the policy has changed meanwhile, other than by evicting those named.
+        Those named may be evicted meanwhile. ``RuntimeError`` where another change is noticed.
         """
         changes, at = self._changes, self._num_taken
+        count = _CHUNK
         while True:
             if changes != self._changes:
                 raise RuntimeError("the policy has changed: ask for victims again")
-            if at == len(self._plan_keys) and not self._extend():
+            if at == len(self._plan_keys):
+                self._extend(count)
+                count *= 2
+            chunk = self._plan_keys[at:]
+            if not chunk:
                 return
-            yield self._plan_keys[at]
-            at += 1
+            yield from chunk
+            at += len(chunk)
 
     def upcoming(self) -> Iterator[PageKey]:
         """The same as ``victims``."""
@@ -206,22 +206,16 @@ class ReuseIndex:
         planned = scalars[kernels.NUM_PLANNED] - scalars[kernels.TAKEN]
         return int(scalars[kernels.NUM_CANDIDATES] + planned)
 
-    def _extend(self) -> int:
-        """Plan more victims; how many there were."""
+    def _extend(self, count: int) -> None:
+        """Plan more victims, if there are any."""
         if not self._num_nodes:
-            return 0
-        if self._num_taken and self._num_taken == len(self._plan_keys):
-            self._forget_plan()
-        num = int(
-            self._kernels.extend(self._node_array, self._scalars, self._cells, self._plan, _CHUNK)
+            return
+        num = self._kernels.extend(
+            self._node_array, self._scalars, self._cells, self._plan, count
         )
-        start = len(self._plan_keys)
         own = self._keys
-        for node in self._plan[start : start + num].tolist():
-            key = own[node]
-            assert key is not None
-            self._plan_keys.append(key)
-        return num
+        start = len(self._plan_keys)
+        self._plan_keys += [own[node] for node in self._plan[start : start + num].tolist()]
 
     def _forget_plan(self) -> None:
         """The kernels put back what is left of it."""
@@ -231,13 +225,11 @@ class ReuseIndex:
 
     def _candidates(self, keys: Sequence[PageKey]) -> "npt.NDArray[np.int32]":
         """The nodes of candidates; ``KeyError`` if a key is none, or is named twice."""
-        ids = self._array([self._nodes.get(key, -1) for key in keys])
-        flags = self._node_array["flags"][ids]
-        held = self._kernels.HELD
-        if (ids < 0).any() or (flags & held).any() or len(set(keys)) < len(keys):
-            for number, key in enumerate(keys):
-                if ids[number] < 0 or flags[number] & held or key in keys[:number]:
-                    raise KeyError(f"page {key.hex()[:12]} is no candidate")
+        node_of = self._nodes.get
+        ids = self._array([node_of(key, -1) for key in keys])
+        bad = self._kernels.first_unfit(self._node_array, ids)
+        if bad >= 0:
+            raise KeyError(f"page {keys[bad].hex()[:12]} is no candidate, or named twice")
         return ids
 
     @staticmethod

@@ -18,13 +18,13 @@ from pagedkv.kernel_cache import kernel
 from pagedkv.policies.reuse_model import (
     EVENTS,
     EXPOSURE,
-    INDEX,
     NUM_AGES,
     NUM_CELLS,
     NUM_CLASSES,
     SINCE,
     class_of,
     learn,
+    rank,
 )
 
 NODE = np.dtype(
@@ -43,7 +43,7 @@ NODE = np.dtype(
     ],
     align=True,
 )
-RESIDENT, GHOST, HELD, LISTED, SHADOW, PLANNED = 1, 2, 4, 8, 16, 32
+RESIDENT, GHOST, HELD, LISTED, SHADOW, PLANNED, MARKED = 1, 2, 4, 8, 16, 32, 64
 
 (
     NOW,
@@ -88,9 +88,9 @@ def reset(nodes: Any, scalars: Any, heads: Any, cells: Any, buckets: Any, num_sl
     cells[:, HEAD] = -1
     cells[:, TAIL] = -1
     cells[:, OCCUPANTS] = 0
-    for cell in range(NUM_CELLS):
-        cells[cell, RANK] = cell
-        cells[cell, ORDER] = cell
+    for place in range(NUM_CELLS):
+        cells[place, RANK] = place
+        cells[place, ORDER] = place
 
 
 # --- Fingerprints of ghosts ---------------------------------------------------------------------
@@ -473,10 +473,10 @@ def _refresh(scalars: Any, cells: Any, statistics: Any, factors: Any, ends: Any)
     """Learn, and rank the cells anew."""
     now = scalars[NOW]
     learn(statistics, cells[:, OCCUPANTS], factors, ends, now)
-    order = np.argsort(statistics[:, INDEX], kind="mergesort")
-    for rank in range(NUM_CELLS):
-        cells[rank, ORDER] = order[rank]
-        cells[order[rank], RANK] = rank
+    order = cells[:, ORDER]
+    rank(statistics, order)
+    for place in range(NUM_CELLS):
+        cells[order[place], RANK] = place
     scalars[FIRST] = 0
     scalars[REFRESH] = now + REFRESH_EVERY
 
@@ -491,6 +491,20 @@ def link(nodes: Any, scalars: Any, cells: Any, plan: Any, ids: Any, parents: Any
         if parent >= 0 and parent != node and nodes[node].parent < 0:
             nodes[node].parent = parent
             _gain_child(nodes, cells, parent)
+
+
+@kernel
+def first_unfit(nodes: Any, ids: Any) -> Any:
+    """Which is the first of these nodes that is no candidate, or was named before; -1: none."""
+    unfit = -1
+    for number in range(len(ids)):
+        if ids[number] < 0 or nodes[ids[number]].flags & (HELD | MARKED):
+            unfit = number
+            break
+        nodes[ids[number]].flags |= MARKED
+    for number in range(len(ids) if unfit < 0 else unfit):
+        nodes[ids[number]].flags &= ~MARKED & 255
+    return unfit
 
 
 @kernel
@@ -557,11 +571,11 @@ def discard(
 def _next_victim(nodes: Any, scalars: Any, cells: Any) -> Any:
     """The listed candidate that leaves first; -1 if there is none."""
     if not scalars[IS_LRU]:
-        rank = scalars[FIRST]
-        while rank < NUM_CELLS and cells[cells[rank, ORDER], HEAD] < 0:
-            rank += 1
-        scalars[FIRST] = rank
-        return cells[cells[rank, ORDER], HEAD] if rank < NUM_CELLS else -1
+        place = scalars[FIRST]
+        while place < NUM_CELLS and cells[cells[place, ORDER], HEAD] < 0:
+            place += 1
+        scalars[FIRST] = place
+        return cells[cells[place, ORDER], HEAD] if place < NUM_CELLS else -1
     oldest = -1
     for age in range(NUM_AGES - 1, -1, -1):
         for label in range(NUM_CLASSES):
@@ -577,8 +591,6 @@ def _next_victim(nodes: Any, scalars: Any, cells: Any) -> Any:
 def extend(nodes: Any, scalars: Any, cells: Any, plan: Any, count: Any) -> Any:
     """Plan up to ``count`` more victims; how many there were."""
     planned = scalars[NUM_PLANNED]
-    if planned == scalars[TAKEN]:
-        planned = scalars[TAKEN] = 0
     added = 0
     while added < count:
         node = _next_victim(nodes, scalars, cells)

@@ -118,9 +118,7 @@ class ReuseIndex:
                 own[numbers[place]] = keys[place]
         if not is_chain:
             known = self._array([-1 if key is None else node_of(key, -1) for key in parents])
-            self._kernels.link(
-                self._node_array, self._scalars, self._cells, self._plan, ids, known
-            )
+            self._kernels.link(self._node_array, self._scalars, self._cells, self._plan, ids, known)
 
     def hold(self, keys: Sequence[PageKey]) -> None:
         """Take candidates out of the order; what is known of them stays."""
@@ -210,9 +208,7 @@ class ReuseIndex:
         """Plan more victims, if there are any."""
         if not self._num_nodes:
             return
-        num = self._kernels.extend(
-            self._node_array, self._scalars, self._cells, self._plan, count
-        )
+        num = self._kernels.extend(self._node_array, self._scalars, self._cells, self._plan, count)
         own = self._keys
         start = len(self._plan_keys)
         self._plan_keys += [own[node] for node in self._plan[start : start + num].tolist()]

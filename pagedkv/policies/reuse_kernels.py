@@ -259,7 +259,9 @@ def _relist(nodes: Any, cells: Any, node: Any) -> None:
 
 
 @kernel
-def _grow_older(nodes: Any, scalars: Any, heads: Any, cells: Any, statistics: Any, ends: Any) -> None:
+def _grow_older(
+    nodes: Any, scalars: Any, heads: Any, cells: Any, statistics: Any, ends: Any
+) -> None:
     """Move nodes on whose age has ended."""
     now = scalars[NOW]
     for age in range(NUM_AGES - 1):
@@ -343,22 +345,32 @@ def _orphan(nodes: Any, node: Any) -> None:
 
 
 @kernel
+def _lead(sums: Any, share: Any, recent_share: Any, allowance: Any) -> Any:
+    """Whether ours hits these shares of what LRU does, in the whole and of late."""
+    return (
+        sums[OWN_HITS] + allowance >= share * sums[LRU_HITS]
+        and sums[RECENT_OWN] + allowance >= recent_share * sums[RECENT_LRU]
+    )
+
+
+@kernel
 def _guard(scalars: Any, sums: Any, own: Any, lru: Any, length: Any) -> None:
-    """Compare with LRU; fall back to its order while ours is behind."""
-    fade = 1.0 - length / (20.0 * scalars[NUM_SLOTS] + length)
+    """Compare with LRU; fall back to its order while ours is behind.
+
+    Of the whole, where 0.97 is what must not be missed, more is asked than of late, where chance
+    has its share. A hundredth of the slots is allowed on top: at first every loss is large.
+    """
     sums[OWN_HITS] += own
     sums[LRU_HITS] += lru
-    sums[RECENT_OWN] = sums[RECENT_OWN] * fade + own
-    sums[RECENT_LRU] = sums[RECENT_LRU] * fade + lru
-    behind = sums[OWN_HITS] < 0.98 * sums[LRU_HITS] or sums[RECENT_OWN] < 0.98 * sums[RECENT_LRU]
-    ahead = sums[OWN_HITS] >= 0.985 * sums[LRU_HITS] and (
-        sums[RECENT_OWN] >= 0.985 * sums[RECENT_LRU]
-    )
+    window = 20.0 * scalars[NUM_SLOTS]
+    sums[RECENT_OWN] = sums[RECENT_OWN] * (window / (window + length)) + own
+    sums[RECENT_LRU] = sums[RECENT_LRU] * (window / (window + length)) + lru
+    allowance = 0.01 * scalars[NUM_SLOTS]
     if scalars[IS_LRU]:
-        if ahead:
+        if _lead(sums, 0.99, 0.96, allowance):
             scalars[IS_LRU] = 0
             scalars[FIRST] = 0
-    elif behind:
+    elif not _lead(sums, 0.985, 0.95, allowance):
         scalars[IS_LRU] = 1
         scalars[NUM_SWITCHES] += 1
 

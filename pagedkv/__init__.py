@@ -21,11 +21,19 @@ from pagedkv.errors import (
     StoreLockedError,
     StoreTimeoutError,
 )
+from pagedkv.explanation import Explanation, StopReason
 from pagedkv.fingerprint import fingerprint_files
 from pagedkv.format import PageEntry, StoreRow
 from pagedkv.loading import LoadHandle
+from pagedkv.policies.arc import ARC
+from pagedkv.policies.clock import CLOCK
 from pagedkv.policies.fifo import FIFO
+from pagedkv.policies.lfu import LFU
 from pagedkv.policies.lru import LRU
+from pagedkv.policies.lru2 import LRU2
+from pagedkv.policies.s3fifo import S3FIFO
+from pagedkv.policies.sieve import SIEVE
+from pagedkv.policies.two_queue import TwoQueue
 from pagedkv.policy import EvictionPolicy
 from pagedkv.prefix import PageKeys, page_keys
 from pagedkv.sequence import Sequence
@@ -36,13 +44,20 @@ from pagedkv.store import PageStore
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "ARC",
+    "CLOCK",
     "FIFO",
+    "LFU",
     "LRU",
+    "LRU2",
+    "S3FIFO",
+    "SIEVE",
     "CacheStats",
     "ClosedError",
     "Codec",
     "CorruptPageError",
     "EvictionPolicy",
+    "Explanation",
     "FormatVersionError",
     "Int8",
     "KVSpec",
@@ -59,11 +74,13 @@ __all__ = [
     "Raw",
     "Sequence",
     "SpecMismatchError",
+    "StopReason",
     "StoreError",
     "StoreFullError",
     "StoreLockedError",
     "StoreRow",
     "StoreTimeoutError",
+    "TwoQueue",
     "fingerprint_files",
     "format_nbytes",
     "page_keys",

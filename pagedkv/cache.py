@@ -17,7 +17,10 @@ import numpy.typing as npt
 from pagedkv import owners
 from pagedkv.arrays import as_int, check_pages
 from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError
+from pagedkv.explain import Prompt
+from pagedkv.explanation import Explanation
 from pagedkv.group import LayerGroup
+from pagedkv.live_explain import explain_live
 from pagedkv.loading import Loader, LoadHandle
 from pagedkv.lock import CacheLock
 from pagedkv.moves import Mover
@@ -28,6 +31,7 @@ from pagedkv.pool import SlotPool
 from pagedkv.prefix import PageKeys, as_tokens, check_extra, check_salt, page_keys
 from pagedkv.recording import Recording
 from pagedkv.residency import Residency
+from pagedkv.retention import Retention
 from pagedkv.room import Room
 from pagedkv.sequence import Extra, Sequence
 from pagedkv.spec import KVSpec, PageKey
@@ -193,7 +197,11 @@ class PagedKVCache:
         Advisory: the pages may be gone by the next call; ``acquire`` and ``open_sequence`` keep
         them.
         """
-        return self._group_of(keys, group).keyed.match(keys)
+        layer_group = self._group_of(keys, group)
+        num_held = layer_group.keyed.match(keys)
+        if self._recording is not None:
+            self._recording.match(keys, layer_group.moves.number, num_held)
+        return num_held
 
     def get(self, keys: Seq[PageKey], out: Array | None = None, group: int | None = None) -> Array:
         """Copy pages out of the cache.
@@ -273,6 +281,32 @@ class PagedKVCache:
                 recording.release(use)
             layer_group.keyed.release_pins(pages)
 
+    def retain(
+        self,
+        keys: Seq[PageKey],
+        priority: int = 1,
+        ttl: float | None = None,
+        group: int | None = None,
+    ) -> int:
+        """Let pages leave the pool later than others, until they leave it all the same.
+
+        Args:
+            keys: The pages of a prompt from its first one on; of them the leading run that is in
+                the pool is retained.
+            priority: From 1: pages of a lower priority leave first; pages without retention have
+                0, which ends it. A page keeps the highest that was asked for.
+            ttl: Seconds after the last use until they count as all others again; None for ever.
+            group: Number of the spec; only needed for plain keys and several specs.
+
+        Returns:
+            How many pages that are.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        retention = Retention(priority, ttl)
+        return self._group_of(keys, group).keyed.retain(keys, retention)
+
     # -- sequences ---------------------------------------------------------------------------
 
     def open_sequence(
@@ -320,6 +354,28 @@ class PagedKVCache:
                 group.release(table)
             raise
         return sequence
+
+    def explain(self, tokens: npt.ArrayLike, salt: bytes = b"", extra: Extra = None) -> Explanation:
+        """Why ``open_sequence`` finds as many of a prompt's full pages as it does, and no more.
+
+        Changes nothing, and counts as no use. Where the pool does not explain all, the store's
+        catalogues are read anew and its pages of the prompt are verified: it may take seconds.
+        Pages under another salt or extra are "never written" here; ``pagedkv explain`` tells the
+        store's owner of them.
+
+        Args:
+            tokens: Ids of the prompt.
+            salt: The tenant's.
+            extra: As for ``open_sequence``.
+
+        Raises:
+            ValueError: ``tokens`` are no token ids, or ``extra`` does not cover their pages.
+            StoreError: The store cannot be read.
+        """
+        self.check_usable()
+        ids = as_tokens(tokens)
+        prompts = [Prompt.of(spec, ids, salt, extra) for spec in self.specs]
+        return explain_live(self._groups, prompts, None if self.store is None else self.store.path)
 
     def adopt(self, sequence: Sequence) -> None:
         """Count a sequence among the live ones."""
@@ -416,8 +472,10 @@ class PagedKVCache:
             for number, group in enumerate(self._groups):
                 for key, parent in group.places.candidates():
                     recording.held(key, parent, number)
+            earlier: list[Sequence] = []
             for sequence in self._sequences:
-                sequence.record(recording)
+                sequence.record(recording, earlier)
+                earlier.append(sequence)
             recording.begin()
             self._recording = recording
         return recording

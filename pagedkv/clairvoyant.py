@@ -14,8 +14,8 @@ class Clairvoyant:
     Of pages that form prefixes it keeps, after each request, of what it held and what was
     requested, those whose next request is soonest, of equal ones the deepest last; a page that is
     never requested again is not kept. A parent's next request is never later than its child's, so
-    what is kept is closed under prefixes, and no schedule hits more. It may decline to keep what was
-    requested, which no policy of a cache can.
+    what is kept is closed under prefixes, and no schedule hits more. It may decline to keep what
+    was requested, which no policy of a cache can.
 
     Pages of a trace that is not chained are each taken in when they are requested, as in a cache;
     what leaves is that whose next request is furthest: L. A. Belady's MIN, "A study of replacement

@@ -12,6 +12,7 @@ from pagedkv.format import PageEntry
 from pagedkv.keyed import KeyedPages
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import Tokens
+from pagedkv.retention import Retention
 from pagedkv.room import Room
 from pagedkv.spec import PageKey
 
@@ -75,9 +76,16 @@ class LayerGroup:
         with self._lock:
             self.places.add_holders(pages)
 
-    def release(self, pages: Sequence[Page]) -> None:
-        """Give up a sequence's hold; of a prefix the root is kept longest."""
+    def release(self, pages: Sequence[Page], retention: Retention | None = None) -> None:
+        """Give up a sequence's hold; of a prefix the root is kept longest.
+
+        Args:
+            pages: Which, the root first.
+            retention: For the pages that have keys.
+        """
         with self._lock:
+            if retention is not None:
+                self.places.retain(pages, retention)
             self.places.drop_holders(pages)
             self._lock.notify_all()
 

@@ -12,6 +12,7 @@ from pagedkv.errors import PageNotFoundError
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import PageKeys
 from pagedkv.recent import RecentKeys
+from pagedkv.retention import Retention
 from pagedkv.room import Room
 from pagedkv.spec import PageKey
 
@@ -118,6 +119,15 @@ class KeyedPages:
                 self._places.unpin_all([*pinned])
                 self._places.drop_holders(run)
             return usable
+
+    def retain(self, keys: Sequence[PageKey], retention: Retention) -> int:
+        """Retain the leading run of ``keys`` that is in the pool; how many pages that is."""
+        with self._lock:
+            found = [self._index.get(key) for key in keys]
+            run = [page for page in takewhile(lambda p: p and p.slot is not None, found) if page]
+            self._places.wait_readable(run)
+            self._places.retain(run, retention)
+            return len(run)
 
     def readonly_view(self, page: Page) -> Array:
         """The resident page, ``(layer, kind, token, head, channel)``, not writable."""

@@ -8,7 +8,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,8 +29,8 @@ class _State:
     number: int
     num_named: int = 0
     """Pages whose keys are known."""
-    num_pages: dict[int | None, int] = field(default_factory=dict)
-    """Pages that it has, by group; None for all groups."""
+    num_pages: dict[int | None, tuple[int, bool]] = field(default_factory=dict)
+    """Its full pages, and whether there is another, by group; None for all groups."""
 
 
 class Recording:
@@ -69,6 +70,10 @@ class Recording:
         """Pages are read by key."""
         self._by_key("get", keys, group)
 
+    def match(self, keys: Sequence[PageKey], group: int, num_held: int) -> None:
+        """Somebody was told how many pages are held: a request, if they are read or put then."""
+        self._by_key("match", keys, group, held=num_held)
+
     def acquire(self, keys: Sequence[PageKey], group: int) -> int:
         """A run is acquired; the number of this use, for ``release``."""
         with self._lock:
@@ -96,16 +101,31 @@ class Recording:
     def append(self, sequence: object, num_tokens: int, group: int | None = None) -> None:
         """A sequence has pages for its first ``num_tokens``, in one group or in all.
 
-        Only written when that needs another page, or may copy one.
+        Only written when that needs another page, fills one, or may copy one.
         """
         state = self._states.get(id(sequence))
         if state is None:
             return
-        num_pages = -(-num_tokens // self._page_tokens)
-        if num_pages > state.num_pages.get(group, 0):
+        full, rest = divmod(num_tokens, self._page_tokens)
+        num_pages = full, bool(rest)
+        if num_pages > state.num_pages.get(group, (0, False)):
             state.num_pages[group] = num_pages
             where = {} if group is None else {"group": group}
             self._write(op="append", sequence=state.number, tokens=num_tokens, **where)
+
+    @contextmanager
+    def appending(
+        self, sequence: object, num_tokens: int, group: int | None = None
+    ) -> Iterator[None]:
+        """``append``, and inside the block it is tried; if it fails the next try is written too."""
+        self.append(sequence, num_tokens, group)
+        try:
+            yield
+        except BaseException:
+            state = self._states.get(id(sequence))
+            if state is not None:
+                state.num_pages.clear()
+            raise
 
     def commit(self, sequence: object, keys: Sequence[PageKey]) -> None:
         """A sequence's first pages have ``keys``."""
@@ -128,7 +148,7 @@ class Recording:
         self._of(sequence, "drop", tokens=num_tokens)
 
     def fork(self, sequence: object, child: object) -> None:
-        """``child`` is a fork of ``sequence``; before they write a page that both have, they copy it."""
+        """``child`` is a fork of ``sequence``: whoever writes a common page copies it before."""
         state = self._states.get(id(sequence))
         if state is not None:
             state.num_pages.clear()

@@ -38,7 +38,7 @@ def replay_pool(
     slots: int,
     *,
     is_prefix_closed: bool,
-    advance: Advance | None = None,
+    advance: Advance,
 ) -> Replay:
     """Replay in one tier, as a cache does: hits are held, others make room, all are used.
 
@@ -76,17 +76,14 @@ def replay_pool(
                 result.num_held_hits += sum(key in resident for key in whole)
             if held:
                 policy.hold(held)
-            if fresh:
-                missing = len(resident) + len(fresh) - slots
-                if missing > 0:
-                    victims = list(islice(policy.victims(), missing))
-                    policy.evict(victims)
-                    resident.difference_update(victims)
-                resident.update(fresh)
-            if keys:
-                policy.use(keys, parents)
-        if advance is not None:
-            advance(num_pages)
+            missing = len(resident) + len(fresh) - slots
+            if missing > 0:
+                victims = list(islice(policy.victims(), missing))
+                policy.evict(victims)
+                resident.difference_update(victims)
+            resident.update(fresh)
+            policy.use(keys, parents)
+        advance(num_pages)
     if is_prefix_closed:
         result.num_held_hits = sum(result.hits)
     return result
@@ -117,7 +114,7 @@ class _Store:
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         """Held pages were read, the root first."""
-        self._policy.use(keys, [self._parent_of[key] for key in keys])
+        self._use(keys[::-1])
 
     def offer(self, leaving: Sequence[PageKey]) -> None:
         """Pages leave the pool, a child before its parent."""
@@ -126,14 +123,27 @@ class _Store:
         if not taken:
             return
         self.num_written += len(taken)
-        taken.reverse()
-        self._policy.use(taken, [self._parent_of[key] for key in taken])
         held.update(taken)
+        self._use(taken)
         excess = len(held) - self._num_pages
         if excess > 0:
             victims = list(islice(self._policy.victims(), excess))
             self._policy.evict(victims)
             held.difference_update(victims)
+
+    def _use(self, pages: Sequence[PageKey]) -> None:
+        """Count pages, children before parents, as used, and with them the held ones before them.
+
+        Else a prefix would age while what is behind it is read, or comes in.
+        """
+        found = dict.fromkeys(pages)
+        for page in pages:
+            parent = self._parent_of[page]
+            while parent in self.held and parent not in found:
+                found[parent] = None
+                parent = self._parent_of[parent]
+        used = list(found)[::-1]
+        self._policy.use(used, [self._parent_of[key] for key in used])
 
 
 def replay_tiers(
@@ -144,7 +154,7 @@ def replay_tiers(
     store_slots: int,
     admission: AdmissionPolicy,
     parent_of: dict[PageKey, PageKey | None],
-    advance: Advance | None = None,
+    advance: Advance,
 ) -> Replay:
     """Replay in a pool above a store.
 
@@ -190,10 +200,8 @@ def replay_tiers(
             if len(whole) > slots:
                 store.offer([key for key in reversed(whole[slots:]) if key not in resident])
             resident.update(fresh)
-            if keys:
-                policy.use(keys, used_parents)
-        if advance is not None:
-            advance(num_pages)
+            policy.use(keys, used_parents)
+        advance(num_pages)
     result.num_pages_written = store.num_written
     return result
 

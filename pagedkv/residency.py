@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
+from pagedkv.dropped import DroppedPages
 from pagedkv.format import StoreRow
 from pagedkv.lock import CacheLock
 from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
 from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
+from pagedkv.retention import Retaining, Retention
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.spill import SpillFile
 from pagedkv.stats import Counters
@@ -66,6 +68,8 @@ class Residency:
         self.version = 0
         """Changes with every change of any page's slot, or of where the store has it; not when the
         store gets a page that it had not (``set_stored``), since the page is still where it was."""
+        self.dropped = DroppedPages(policy.name)
+        """The pages that left last although no store had them."""
         self._policy = policy
         policy.start(pool.num_slots)
         self._owner: list[Page | None] = [None] * pool.num_slots
@@ -204,6 +208,15 @@ class Residency:
         if ranked:
             self._policy.use([_key(page) for page in ranked], [page.parent for page in ranked])
 
+    def retain(self, pages: Sequence[Page], retention: Retention) -> None:
+        """Let those of a prefix's pages that have keys and slots leave later than others."""
+        policy = self._policy
+        if not isinstance(policy, Retaining):
+            policy = self._policy = Retaining(policy)
+        known = [page for page in pages if page.key is not None and page.slot is not None]
+        policy.retain([_key(page) for page in known], retention)
+        self.touch(known)
+
     # -- slots -------------------------------------------------------------------------------
 
     def place(self, page: Page, slot: int, state: PageState = PageState.READY) -> None:
@@ -279,6 +292,7 @@ class Residency:
         self.counters.num_pages_evicted += 1
         if page.row is None:
             self.counters.num_pages_dropped += 1
+            self.dropped.add(key)
             self.num_dirty -= 1
         else:
             self.num_clean -= 1
@@ -338,6 +352,8 @@ class Residency:
         self.counters.num_pages_evicted += 1
         if page.ref_count == 0 and page.row is None:
             self.counters.num_pages_dropped += 1
+            if page.key is not None:
+                self.dropped.add(page.key)
         self._unplace(page)
         if page.ref_count == 0 and page.key is not None:
             del self.index[page.key]

@@ -114,15 +114,19 @@ def simulate(
     if not policies or not slots:
         raise ValueError("nothing to simulate: give at least one policy and one number of slots")
     for value in slots:
-        _check_size("slots", value, least=1)
-    _check_size("store_slots", store_slots or 0, least=0)
+        check_slots("slots", value)
+    check_slots("store_slots", store_slots or 0, least=0)
     for policy in policies:
         if isinstance(policy, str) and policy != CLAIRVOYANT:
             _make_policy(policy)
     runs = _Runs(
-        trace, store_slots or 0, admission or AdmitAll(), cost or CostModel(), progress,
+        trace,
+        store_slots or 0,
+        admission or AdmitAll(),
+        cost or CostModel(),
+        progress,
         num_replays=len(policies) * len(slots),
-    )  # fmt: skip
+    )
     results: list[SimulationResult] = []
     for policy in policies:
         if policy == CLAIRVOYANT:
@@ -168,7 +172,8 @@ class _Runs:
     def may_use_distances(self) -> bool:
         """Whether LRU's hits follow from stack distances."""
         trace = self._trace
-        return not self._store_slots and (trace.is_prefix_closed or not trace.is_chained)
+        is_simple = trace.is_prefix_closed or trace.num_requests == trace.num_pages
+        return is_simple and not self._store_slots
 
     def replay(self, policy: str | EvictionPolicy, slots: int) -> SimulationResult:
         """One policy at one size."""
@@ -214,9 +219,6 @@ class _Runs:
         for size in slots:
             is_hit = np.concatenate(([0], np.cumsum(distances <= size)))
             hits = np.diff(is_hit[self._trace.starts])
-            num_object_hits = int(hits.sum())
-            if not self._trace.is_chained:
-                num_object_hits = None
             counted = Replay(hits=hits.tolist(), num_held_hits=int(hits.sum()))
             results.append(self._result("lru", size, "stack distances", counted, seconds))
             self._advance(self._trace.num_pages)
@@ -295,7 +297,9 @@ class _Runs:
             accesses_per_second=trace.num_pages / max(seconds, 1e-9),
         )
 
-    def _ttft_s(self, cached: Numbers, read: Numbers) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    def _ttft_s(
+        self, cached: Numbers, read: Numbers
+    ) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
         prefill = self._cost.prefill_s(self._trace.prompt_tokens, cached)
         return prefill + self._cost.read_s(read * self._page_nbytes)
 
@@ -306,7 +310,8 @@ def _make_policy(name: str) -> EvictionPolicy:
     return make_policy(name)
 
 
-def _check_size(name: str, value: object, *, least: int) -> None:
+def check_slots(name: str, value: object, *, least: int = 1) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a size that can be simulated."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}: it must be an integer")
     if not least <= value <= MAX_SLOTS:

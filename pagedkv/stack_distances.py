@@ -7,38 +7,38 @@ import numpy as np
 from pagedkv.kernel_cache import kernel
 from pagedkv.trace import Numbers, Trace
 
+NEVER = 2**62
+"""More slots than any tier has."""
+
 
 def leading_distances(trace: Trace) -> Numbers:
     """The least number of slots with which LRU has the page, and those before it, ``(access,)``.
 
-    An access is a hit of its request's leading run if the tier has at least so many slots. Of a
-    page that was never requested before it is ``trace.num_distinct + 1``. Takes
-    O(accesses x log accesses).
+    An access is a hit of its request's leading run if the tier has at least so many slots; it is
+    ``NEVER`` from a page on that was not requested before. Takes O(accesses x log accesses).
 
     Of a page and its parent the parent was always used last, so that plain LRU keeps the parents
-    of what it keeps, and is what ``LRU`` does; only a page that came behind several ones can make a
-    difference, so such traces need a replay.
+    of what it keeps, and is what ``LRU`` does. Where a page came behind several ones that differs:
+    such a trace needs a replay.
 
     Source: R. L. Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems
     Journal 9 (1970); counted with the tree of P. M. Fenwick, "A new data structure for cumulative
     frequency tables" (1994).
 
     Raises:
-        ValueError: The trace is chained, and pages came behind several ones.
+        ValueError: The trace is chained, and a page came behind several ones.
     """
     if trace.is_chained and not trace.is_prefix_closed:
         raise ValueError(f"{trace.source} has pages with several parents: replay it")
     distances = np.empty(trace.num_pages, np.int64)
     last = np.full(trace.num_distinct, -1, np.int64)
     tree = np.zeros(trace.num_pages + 1, np.int32)
-    _fill(trace.pages, trace.starts, last, tree, distances, trace.num_distinct + 1)
+    _fill(trace.pages, trace.starts, last, tree, distances)
     return distances
 
 
 @kernel
-def _fill(
-    pages: Any, starts: Any, last: Any, tree: Any, distances: Any, never: Any
-) -> None:
+def _fill(pages: Any, starts: Any, last: Any, tree: Any, distances: Any) -> None:
     """``last``: when each page was used last; ``tree``: how many pages were used last when."""
     size = len(pages)
     num_known = 0
@@ -48,7 +48,7 @@ def _fill(
         largest = 0
         for access in range(start, stop):
             when = last[pages[access]]
-            distance = never
+            distance = NEVER
             if when >= 0:
                 distance = num_known  # less those that were used before it
                 at = when

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +98,7 @@ class Trace:
             numbers = self.pages[starts[0] : starts[-1]].tolist()
             run = [keys[number] for number in numbers]
             batch: list[Request] = []
-            for start, stop in zip(starts[:-1], starts[1:], strict=True):
+            for start, stop in pairwise(starts):
                 own = run[start - starts[0] : stop - starts[0]]
                 parents: list[PageKey | None]
                 if not self.is_chained:

@@ -116,12 +116,12 @@ class TraceBuilder:
             raise TraceError(f"{self.path} is empty: it holds no request")
         if not self._pages:
             raise TraceError(f"{self.path} holds {len(self._times):,} requests, none with a page")
-        warnings = ()
+        warnings: list[str] = []
         if self._num_moved:
-            warnings = (
+            warnings.append(
                 f"{self.path}: {self._num_moved:,} times a page comes behind another one than"
                 f" where it came first ({self._first_moved}), though a page of a"
-                " chained trace names its whole prefix; where it came first counts as its parent",
+                " chained trace names its whole prefix; where it came first counts as its parent"
             )
         return Trace(
             source=str(self.path),
@@ -136,7 +136,7 @@ class TraceBuilder:
             output_tokens=np.array(self._output_tokens, np.int64),
             parents=np.array(self._parents, np.int64),
             num_moved=self._num_moved,
-            warnings=warnings,
+            warnings=tuple(warnings),
         )
 
     def seconds(self, line: int, name: str, value: object) -> float:

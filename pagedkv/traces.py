@@ -150,9 +150,7 @@ def _add_csv(builder: TraceBuilder, lines: Lines) -> None:
     line, text = next(lines)
     row = _row(builder, line, text)
     if len(row) > 2:
-        raise builder.error(
-            line, f"{len(row)} columns; a CSV trace has one, key, or two: time,key"
-        )
+        raise builder.error(line, f"{len(row)} columns; a CSV trace has one, key, or two: time,key")
     timed = len(row) == 2
     is_header = not _is_number(row[0]) if timed else row[0].lower() in {"key", "keys"}
     for number, other in lines if is_header else chain([(line, text)], lines):

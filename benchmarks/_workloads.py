@@ -1,8 +1,8 @@
 """Made request streams: what a cache may meet that no recorded trace shows.
 
-Each function gives a list of requests; a request is a list of int ids, the root first. An id names a
-block together with all that is before it, so that equal ids follow equal prefixes. The same
-arguments give the same stream.
+Each function gives a list of requests; a request is a list of int ids, the root first. An id
+names a block together with all that is before it, so that equal ids follow equal prefixes. The
+same arguments give the same stream.
 """
 
 import random
@@ -127,7 +127,7 @@ def chats(num: int, *, users: int, pause: int, seed: int = 0) -> Requests:
 def recent_sets(
     num: int, *, working: int, change: float, length: int = 6, seed: int = 0
 ) -> Requests:
-    """A working set of documents, of which now and then one is replaced for good: LRU's own case."""
+    """A working set of documents, of which now and then one is replaced: LRU's own case."""
     draw, ids = random.Random(seed), _Ids()
     documents = list(range(working))
     fresh = working

@@ -2,7 +2,7 @@ import copy
 import hashlib
 import random
 import sys
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,7 @@ def index_of_guard(policy: ReuseIndex) -> int:
 def test_a_parent_never_leaves_before_its_child() -> None:
     requests = _workloads.chats(600, users=2, pause=20)
     parent_of = {
-        key(child): key(parent)
-        for request in requests
-        for parent, child in zip(request, request[1:], strict=False)
+        key(child): key(parent) for request in requests for parent, child in pairwise(request)
     }
     inside: set[PageKey] = set()
 

@@ -1,4 +1,4 @@
-"""``ReuseIndex``: the page with the least chance of reuse, for the time it would be held, leaves first."""
+"""``ReuseIndex``: pages leave by a learnt chance of reuse, for the time they would be held."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +16,7 @@ _CHUNK = 32
 
 
 class ReuseIndex:
-    """PagedKV's own policy: pages leave in the order of a learnt index, or of LRU where that is better.
+    """PagedKV's own policy: pages leave by a learnt index, or as with LRU where that is better.
 
     What is learnt is how soon pages are used again, by what was known of them at their last use and
     by the time since then (``reuse_model.py``). Pages that left are remembered for a while, so

@@ -394,11 +394,9 @@ def use(
 ) -> None:
     """Pages were used.
 
-    Args:
-        words: Their keys, eight int32 each.
-        ids: Their nodes, int32; -1 where a page is not resident, filled in.
-        first_parent: The node of the first one's parent, or -1.
-        is_chain: Whether each page is the parent of the next one; if not, parents are left open.
+    ``words`` are their keys, eight int32 each, and ``ids`` their nodes, int32, -1 where a page is
+    not resident: filled in. ``first_parent`` is the node of the first one's parent, or -1;
+    ``is_chain`` says that each page is the parent of the next one: if not, parents are left open.
     """
     cancel(nodes, scalars, cells, plan)
     length = len(ids)
@@ -406,58 +404,87 @@ def use(
     if now >= scalars[REFRESH]:
         _refresh(scalars, cells, statistics, factors, ends)
     _grow_older(nodes, scalars, heads, cells, statistics, ends)
-
-    own = 0
-    while own < length and ids[own] >= 0:
-        own += 1
-    known = own
-    for number in range(own, length):
-        if ids[number] < 0:
-            ids[number] = _find_ghost(nodes, buckets, _fingerprint(words, number))
-            if ids[number] >= 0:
-                scalars[NUM_GHOSTS] -= 1
-                nodes[ids[number]].flags &= ~GHOST & 255
-                nodes[ids[number]].parent = -1
-                nodes[ids[number]].children = 0
-    while known < length and ids[known] >= 0:
-        known += 1
-    shadow = 0
-    while shadow < known and nodes[ids[shadow]].flags & SHADOW:
-        shadow += 1
-
+    own, known, lru = _recall(nodes, scalars, buckets, words, ids)
     for number in range(length - 1, -1, -1):  # the root becomes the newest
         node = ids[number]
-        if node >= 0:
+        if node < 0:
+            if scalars[NUM_FREE] == 0:
+                _forget_oldest_ghost(nodes, scalars, heads, cells, statistics, buckets)
+            node = _take_free(nodes, scalars)
+            ids[number] = node
+        else:
             cell = nodes[node].label * NUM_AGES + nodes[node].age
             _count(statistics, cells, cell, now, -1)
             statistics[cell, EVENTS] += 1
             if nodes[node].flags & LISTED:
                 _delist(nodes, cells, node)
             _unlink(nodes, scalars, heads, node)
-            nodes[node].seen = min(nodes[node].seen + 1, _MOST_SEEN)
-        else:
-            if scalars[NUM_FREE] == 0:
-                _forget_oldest_ghost(nodes, scalars, heads, cells, statistics, buckets)
-            node = scalars[FREE]
-            scalars[FREE] = nodes[node].after
-            scalars[NUM_FREE] -= 1
-            ids[number] = node
-            nodes[node].flags = 0
-            nodes[node].seen = 1
-            nodes[node].parent = -1
-            nodes[node].children = 0
+        nodes[node].seen = min(nodes[node].seen + 1, _MOST_SEEN)
         nodes[node].last = now + length - 1 - number
         nodes[node].label = class_of(nodes[node].seen, known, length, number)
         _append(nodes, scalars, heads, node)
         _count(statistics, cells, nodes[node].label * NUM_AGES, now, 1)
-    for number in range(length):
+    _come_in(nodes, scalars, cells, ids, first_parent, is_chain)
+    scalars[NOW] = now + length
+    _shrink_shadow(nodes, scalars)
+    _guard(scalars, sums, own, lru, length)
+
+
+@kernel
+def _recall(nodes: Any, scalars: Any, buckets: Any, words: Any, ids: Any) -> Any:
+    """Fill in the nodes of ghosts, which are none from now on.
+
+    Returns: the leading pages of the request that were resident, those that were remembered, and
+    those that LRU would have held.
+    """
+    length = len(ids)
+    own = 0
+    while own < length and ids[own] >= 0:
+        own += 1
+    for number in range(own, length):
+        if ids[number] < 0:
+            node = _find_ghost(nodes, buckets, _fingerprint(words, number))
+            if node >= 0:
+                scalars[NUM_GHOSTS] -= 1
+                nodes[node].flags &= ~GHOST & 255
+                nodes[node].parent = -1
+                nodes[node].children = 0
+                ids[number] = node
+    known = own
+    while known < length and ids[known] >= 0:
+        known += 1
+    lru = 0
+    while lru < known and nodes[ids[lru]].flags & SHADOW:
+        lru += 1
+    return own, known, lru
+
+
+@kernel
+def _take_free(nodes: Any, scalars: Any) -> Any:
+    """A free node, for a page that was never seen."""
+    node = scalars[FREE]
+    scalars[FREE] = nodes[node].after
+    scalars[NUM_FREE] -= 1
+    nodes[node].flags = 0
+    nodes[node].seen = 0
+    nodes[node].parent = -1
+    nodes[node].children = 0
+    return node
+
+
+@kernel
+def _come_in(
+    nodes: Any, scalars: Any, cells: Any, ids: Any, first_parent: Any, is_chain: Any
+) -> None:
+    """Make the pages candidates, children of their parents."""
+    for number in range(len(ids)):
         node = ids[number]
         is_candidate = nodes[node].flags & RESIDENT and not nodes[node].flags & HELD
         if nodes[node].parent < 0:
             parent = first_parent
             if number > 0:
                 parent = ids[number - 1] if is_chain else -1
-            if parent >= 0:
+            if parent >= 0 and parent != node:
                 nodes[node].parent = parent
                 if is_candidate:
                     _gain_child(nodes, cells, parent)
@@ -466,18 +493,20 @@ def use(
             scalars[NUM_CANDIDATES] += 1
             if nodes[node].parent >= 0:
                 _gain_child(nodes, cells, nodes[node].parent)
-    for number in range(length):
+    for number in range(len(ids)):
         node = ids[number]
         if nodes[node].children == 0 and not nodes[node].flags & LISTED:
             _enlist(nodes, scalars, cells, node)
 
-    scalars[NOW] = now + length
+
+@kernel
+def _shrink_shadow(nodes: Any, scalars: Any) -> None:
+    """LRU would hold so many and no more."""
     while scalars[NUM_SHADOW] > scalars[NUM_SLOTS]:
         edge = scalars[EDGE]
         nodes[edge].flags &= ~SHADOW & 255
         scalars[EDGE] = nodes[edge].newer
         scalars[NUM_SHADOW] -= 1
-    _guard(scalars, sums, own, shadow, length)
 
 
 @kernel
@@ -543,10 +572,8 @@ def evict(
 ) -> None:
     """Candidates become ghosts.
 
-    Args:
-        words: Their keys, eight int32 each.
-        ids: Their nodes, int32.
-        is_planned: They are the next ones of the plan, in its order: what is left of it stands.
+    ``words`` are their keys, eight int32 each, ``ids`` their nodes; ``is_planned`` says that they
+    are the next ones of the plan, in its order: what is left of it stands.
     """
     if is_planned:
         scalars[TAKEN] += len(ids)

@@ -1,4 +1,4 @@
-"""How likely pages of a class and an age are to be used again: learnt online, ranked by Gittins index.
+"""How soon pages of a class and an age are used again: learnt online, ranked by Gittins index.
 
 A *class* is what was known of a page when it was last used: how often it was seen (six steps), how
 much of the request was known already (quarters), how long the request was (four steps); class 0 is

@@ -38,6 +38,8 @@ class ReuseIndex:
         self._nodes: dict[PageKey, int] = {}
         self._keys: list[Any] = []  # of resident nodes
         self._num_nodes = 0
+        self._awaited: dict[PageKey, set[PageKey]] = {}  # children by a parent that is not here
+        self._awaits: dict[PageKey, PageKey] = {}  # the same the other way round
         self._changes = 0  # of what iterators rely on
         self._num_taken = 0  # victims of the plan that have left, and those that are in it
         self._plan_keys: list[PageKey] = []
@@ -116,9 +118,16 @@ class ReuseIndex:
             nodes.update(zip(keys, numbers, strict=True))
             for place in new:
                 own[numbers[place]] = keys[place]
+            if self._awaited:
+                for place in new:
+                    self._adopt(keys[place])
         if not is_chain:
             known = self._array([-1 if key is None else node_of(key, -1) for key in parents])
             self._kernels.link(self._node_array, self._scalars, self._cells, self._plan, ids, known)
+            for key, parent in zip(keys, parents, strict=True):
+                self._await(key, parent)
+        elif first is not None:
+            self._await(keys[0], first)
 
     def hold(self, keys: Sequence[PageKey]) -> None:
         """Take candidates out of the order; what is known of them stays."""
@@ -126,6 +135,7 @@ class ReuseIndex:
             return
         ids = self._candidates(keys)
         self._forget_plan()
+        self._await_no_more(keys)
         self._kernels.hold(self._node_array, self._scalars, self._cells, self._plan, ids)
 
     def evict(self, keys: Sequence[PageKey]) -> None:
@@ -141,6 +151,8 @@ class ReuseIndex:
         else:
             ids = self._candidates(keys)
             self._forget_plan()
+            self._orphan(ids)
+        self._await_no_more(keys)
         nodes, own = self._nodes, self._keys
         for key in keys:
             own[nodes.pop(key)] = None
@@ -161,7 +173,11 @@ class ReuseIndex:
         if not known:
             return
         self._forget_plan()
-        ids = self._array([self._nodes.pop(key) for key in known])
+        ids = self._array([self._nodes[key] for key in known])
+        self._orphan(ids)
+        self._await_no_more(known)
+        for key in known:
+            del self._nodes[key]
         self._kernels.discard(
             self._node_array,
             self._scalars,
@@ -219,13 +235,53 @@ class ReuseIndex:
         self._num_taken = 0
         self._plan_keys = []
 
+    def _await(self, child: PageKey, parent: PageKey | None) -> None:
+        """Remember whose child a candidate is, if its parent is not here."""
+        if parent is not None and parent not in self._nodes and child not in self._awaits:
+            self._awaits[child] = parent
+            self._awaited.setdefault(parent, set()).add(child)
+
+    def _adopt(self, parent: PageKey) -> None:
+        """A page has come in: candidates that were waiting for it are its children now."""
+        children = sorted(self._awaited.pop(parent, ()))
+        for child in children:
+            del self._awaits[child]
+        if children:
+            ids = self._array([self._nodes[child] for child in children])
+            parents = self._array([self._nodes[parent]] * len(children))
+            self._kernels.link(
+                self._node_array, self._scalars, self._cells, self._plan, ids, parents
+            )
+
+    def _await_no_more(self, children: Sequence[PageKey]) -> None:
+        """They are candidates no longer."""
+        if not self._awaits:
+            return
+        for child in children:
+            parent = self._awaits.pop(child, None)
+            if parent is not None:
+                siblings = self._awaited[parent]
+                siblings.remove(child)
+                if not siblings:
+                    del self._awaited[parent]
+
+    def _orphan(self, ids: "npt.NDArray[np.int32]") -> None:
+        """Pages leave: their candidate children, if there are any, wait for them from now on."""
+        array = self._node_array
+        self._kernels.cancel(array, self._scalars, self._cells, self._plan)  # children count again
+        for node in ids[array["children"][ids] > 0].tolist():
+            is_child = (array["parent"] == node) & (array["flags"] & self._kernels.RESIDENT != 0)
+            for child in is_child.nonzero()[0].tolist():
+                self._awaits[self._keys[child]] = self._keys[node]
+                self._awaited.setdefault(self._keys[node], set()).add(self._keys[child])
+
     def _candidates(self, keys: Sequence[PageKey]) -> "npt.NDArray[np.int32]":
-        """The nodes of candidates; ``KeyError`` if a key is none, or is named twice."""
+        """The nodes of candidates; ``KeyError`` names a key that is none, or comes twice."""
         node_of = self._nodes.get
         ids = self._array([node_of(key, -1) for key in keys])
         bad = self._kernels.first_unfit(self._node_array, ids)
         if bad >= 0:
-            raise KeyError(f"page {keys[bad].hex()[:12]} is no candidate, or named twice")
+            raise KeyError(keys[bad])
         return ids
 
     @staticmethod

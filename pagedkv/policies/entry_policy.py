@@ -102,7 +102,7 @@ class EntryPolicy(ABC):
             at += 1
 
     def upcoming(self) -> Iterator[PageKey]:
-        """The candidates in the order of the queues, as if no page got a second chance."""
+        """The candidates about as they would leave; some may get a second chance instead."""
         yield from [entry.key for entry in self._named]
         gone: dict[PageKey, int] = {}  # children that were yielded, by parent
         passed: set[PageKey] = set()  # met before their children
@@ -211,4 +211,6 @@ class EntryPolicy(ABC):
         for entry in entries:
             if entry.is_held:
                 raise KeyError(entry.key)
+        if len(set(keys)) < len(keys):  # the second time it would be none
+            raise KeyError(next(key for key in keys if list(keys).count(key) > 1))
         return entries

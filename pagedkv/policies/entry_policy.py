@@ -1,6 +1,7 @@
 """``EntryPolicy``: what policies share, so that each reads like its paper."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pagedkv.policies.entries import Entry, Queue
@@ -123,6 +124,15 @@ class EntryPolicy(ABC):
 
     def __len__(self) -> int:
         return len(self._entries) - self._num_held
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if counts contradict the entries."""
+        entries, named = self._entries, {entry.key for entry in self._named}
+        assert named <= entries.keys()
+        assert self._num_held == sum(entry.is_held for entry in entries.values())
+        candidates = (entry for key, entry in entries.items() if key not in named)
+        parents = (entry.parent for entry in candidates if not entry.is_held)
+        assert self._num_children == Counter(key for key in parents if key is not None)
 
     @abstractmethod
     def _come(self, entry: Entry) -> None:

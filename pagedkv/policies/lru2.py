@@ -37,6 +37,15 @@ class LRU2(EntryPolicy):
         super().start(num_slots)
         self._num_ghosts = 4 * num_slots
 
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` too if an entry is neither in the heap nor beside it."""
+        super().check_invariants()
+        known = set(self._entries.values())
+        in_heap = [entry for _, entry in self._heap if entry in known]
+        assert len(in_heap) == len(set(in_heap))
+        assert self._parked <= known
+        assert known == {*in_heap, *self._parked, *self._named}
+
     def _come(self, entry: Entry) -> None:
         self._time += 1
         entry.uses = (self._ghosts.pop(entry.key, 0), self._time)

@@ -383,7 +383,7 @@ class Residency:
         self.pool.check_invariants()
         owners = [page for page in self._owner if page is not None]
         assert self.pool.num_free == self.pool.num_slots - len(owners)
-        ranked = set(self._policy.victims())
+        ranked = set(self._policy.upcoming())
         assert len(self._policy) == len(ranked)  # every candidate's turn comes
         for slot, page in enumerate(self._owner):
             assert page is None or page.slot == slot

@@ -208,6 +208,10 @@ class Residency:
         if ranked:
             self._policy.use([_key(page) for page in ranked], [page.parent for page in ranked])
 
+    def touch_one(self, page: Page) -> None:
+        """Note that a candidate was used, in little time."""
+        self._policy.use((page.key,), (page.parent,))  # type: ignore[arg-type] # candidates have keys
+
     def retain(self, pages: Sequence[Page], retention: Retention) -> None:
         """Let those of a prefix's pages that have keys and slots leave later than others."""
         policy = self._policy

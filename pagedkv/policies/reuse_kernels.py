@@ -21,6 +21,7 @@ from pagedkv.policies.reuse_model import (
     NUM_AGES,
     NUM_CELLS,
     NUM_CLASSES,
+    OCCUPANTS,
     SINCE,
     class_of,
     learn,
@@ -37,6 +38,7 @@ NODE = np.dtype(
         ("before", np.int32),  # in the list of the cell
         ("after", np.int32),  # the same; of a ghost: the next one in its bucket; the next free node
         ("label", np.int16),  # the class
+        ("length", np.uint16),  # pages of the last request, or the most that fits
         ("age", np.uint8),
         ("seen", np.uint8),
         ("flags", np.uint8),
@@ -66,7 +68,7 @@ RESIDENT, GHOST, HELD, LISTED, SHADOW, PLANNED, MARKED = 1, 2, 4, 8, 16, 32, 64
     NUM_SCALARS,
 ) = range(18)
 OWN_HITS, LRU_HITS, RECENT_OWN, RECENT_LRU, NUM_SUMS = range(5)
-HEAD, TAIL, OCCUPANTS, RANK, ORDER, NUM_COLUMNS = range(6)
+HEAD, TAIL, RANK, ORDER, NUM_COLUMNS = range(5)
 
 REFRESH_EVERY = 2000
 """Pages requested between two fits of the model."""
@@ -87,7 +89,6 @@ def reset(nodes: Any, scalars: Any, heads: Any, cells: Any, buckets: Any, num_sl
     buckets[:] = -1
     cells[:, HEAD] = -1
     cells[:, TAIL] = -1
-    cells[:, OCCUPANTS] = 0
     for place in range(NUM_CELLS):
         cells[place, RANK] = place
         cells[place, ORDER] = place
@@ -152,12 +153,12 @@ def _make_ghost(nodes: Any, scalars: Any, buckets: Any, node: Any, mixed: Any) -
 
 
 @kernel
-def _count(statistics: Any, cells: Any, cell: Any, now: Any, change: Any) -> None:
-    """Occupants of a cell come or go."""
+def _count(nodes: Any, statistics: Any, cell: Any, now: Any, node: Any, sign: Any) -> None:
+    """A node comes into a cell or leaves it: so much of a request as it is."""
     row = statistics[cell]
-    row[EXPOSURE] += cells[cell, OCCUPANTS] * (now - row[SINCE])
+    row[EXPOSURE] += row[OCCUPANTS] * (now - row[SINCE])
     row[SINCE] = now
-    cells[cell, OCCUPANTS] += change
+    row[OCCUPANTS] += sign / nodes[node].length
 
 
 @kernel
@@ -270,8 +271,8 @@ def _grow_older(
             newer = nodes[node].newer
             heads[age] = newer if newer >= 0 and nodes[newer].age == age else -1
             cell = nodes[node].label * NUM_AGES + age
-            _count(statistics, cells, cell, now, -1)
-            _count(statistics, cells, cell + 1, now, 1)
+            _count(nodes, statistics, cell, now, node, -1)
+            _count(nodes, statistics, cell + 1, now, node, 1)
             is_listed = nodes[node].flags & LISTED
             if is_listed:
                 _delist(nodes, cells, node)
@@ -287,7 +288,7 @@ def _grow_older(
 def _forget(nodes: Any, scalars: Any, heads: Any, cells: Any, statistics: Any, node: Any) -> None:
     """Make a node free that is in no list but the recency list."""
     cell = nodes[node].label * NUM_AGES + nodes[node].age
-    _count(statistics, cells, cell, scalars[NOW], -1)
+    _count(nodes, statistics, cell, scalars[NOW], node, -1)
     _unlink(nodes, scalars, heads, node)
     nodes[node].flags = 0
     nodes[node].after = scalars[FREE]
@@ -414,8 +415,8 @@ def use(
             ids[number] = node
         else:
             cell = nodes[node].label * NUM_AGES + nodes[node].age
-            _count(statistics, cells, cell, now, -1)
-            statistics[cell, EVENTS] += 1
+            _count(nodes, statistics, cell, now, node, -1)
+            statistics[cell, EVENTS] += 1.0 / nodes[node].length
             if nodes[node].flags & LISTED:
                 _delist(nodes, cells, node)
             _unlink(nodes, scalars, heads, node)
@@ -423,7 +424,8 @@ def use(
         nodes[node].last = now + length - 1 - number
         nodes[node].label = class_of(nodes[node].seen, known, length, number)
         _append(nodes, scalars, heads, node)
-        _count(statistics, cells, nodes[node].label * NUM_AGES, now, 1)
+        nodes[node].length = min(length, 65535)
+        _count(nodes, statistics, nodes[node].label * NUM_AGES, now, node, 1)
     _come_in(nodes, scalars, cells, ids, first_parent, is_chain)
     scalars[NOW] = now + length
     _shrink_shadow(nodes, scalars)
@@ -513,7 +515,7 @@ def _shrink_shadow(nodes: Any, scalars: Any) -> None:
 def _refresh(scalars: Any, cells: Any, statistics: Any, factors: Any, ends: Any) -> None:
     """Learn, and rank the cells anew."""
     now = scalars[NOW]
-    learn(statistics, cells[:, OCCUPANTS], factors, ends, now)
+    learn(statistics, factors, ends, now)
     order = cells[:, ORDER]
     rank(statistics, order)
     for place in range(NUM_CELLS):

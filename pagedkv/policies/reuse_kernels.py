@@ -65,9 +65,10 @@ RESIDENT, GHOST, HELD, LISTED, SHADOW, PLANNED, MARKED = 1, 2, 4, 8, 16, 32, 64
     REFRESH,  # time of the next one
     IS_LRU,  # the guard's order is in force
     NUM_SWITCHES,
+    SWITCHED,  # when it came into force
     NUM_SCALARS,
-) = range(18)
-OWN_HITS, LRU_HITS, RECENT_OWN, RECENT_LRU, NUM_SUMS = range(5)
+) = range(19)
+OWN_HITS, LRU_HITS, RECENT_OWN, RECENT_LRU, LOSS, NUM_SUMS = range(6)
 HEAD, TAIL, RANK, ORDER, NUM_COLUMNS = range(5)
 
 REFRESH_EVERY = 2000
@@ -346,33 +347,32 @@ def _orphan(nodes: Any, node: Any) -> None:
 
 
 @kernel
-def _lead(sums: Any, share: Any, recent_share: Any, allowance: Any) -> Any:
-    """Whether ours hits these shares of what LRU does, in the whole and of late."""
-    return (
-        sums[OWN_HITS] + allowance >= share * sums[LRU_HITS]
-        and sums[RECENT_OWN] + allowance >= recent_share * sums[RECENT_LRU]
-    )
-
-
-@kernel
 def _guard(scalars: Any, sums: Any, own: Any, lru: Any, length: Any) -> None:
-    """Compare with LRU; fall back to its order while ours is behind.
+    """Compare with LRU; fall back to its order when ours falls behind, and try again later.
 
-    Of the whole, where 0.97 is what must not be missed, more is asked than of late, where chance
-    has its share. A hundredth of the slots is allowed on top: at first every loss is large.
+    Over all, 0.028 of LRU's hits may be lost, and a hundredth of the slots, since at first every
+    loss is large. Ours is given up when it has lost half of that, or, tried again, a third of what
+    was left; or a twentieth of late. It is tried again when the slots have been filled anew.
     """
+    num_slots = scalars[NUM_SLOTS]
+    keep = 20.0 * num_slots / (20.0 * num_slots + length)
     sums[OWN_HITS] += own
     sums[LRU_HITS] += lru
-    window = 20.0 * scalars[NUM_SLOTS]
-    sums[RECENT_OWN] = sums[RECENT_OWN] * (window / (window + length)) + own
-    sums[RECENT_LRU] = sums[RECENT_LRU] * (window / (window + length)) + lru
-    allowance = 0.01 * scalars[NUM_SLOTS]
+    sums[RECENT_OWN] = sums[RECENT_OWN] * keep + own
+    sums[RECENT_LRU] = sums[RECENT_LRU] * keep + lru
+    allowance = 0.01 * num_slots
+    budget = 0.028 * sums[LRU_HITS]
+    loss = sums[LRU_HITS] - sums[OWN_HITS] - allowance
+    recent = sums[RECENT_OWN] + allowance - 0.95 * sums[RECENT_LRU]
     if scalars[IS_LRU]:
-        if _lead(sums, 0.99, 0.96, allowance):
+        has_waited = scalars[NOW] - scalars[SWITCHED] >= 4 * num_slots
+        if has_waited and loss <= 0.75 * budget and recent >= 0.01 * sums[RECENT_LRU]:
             scalars[IS_LRU] = 0
             scalars[FIRST] = 0
-    elif not _lead(sums, 0.985, 0.95, allowance):
+            sums[LOSS] = loss
+    elif recent < 0 or loss > max(budget / 2, sums[LOSS] + (budget - sums[LOSS]) / 3):
         scalars[IS_LRU] = 1
+        scalars[SWITCHED] = scalars[NOW]
         scalars[NUM_SWITCHES] += 1
 
 

@@ -228,7 +228,7 @@ def test_its_memory_is_fixed_and_small() -> None:
         return sum(array.nbytes for array in arrays)
 
     small, large = started(1), started(100_001)
-    assert nbytes(small) < 1 << 20
+    assert nbytes(small) < 2 << 20
     assert (nbytes(large) - nbytes(small)) / 100_000 < 200
     before = nbytes(small)
     replay(_workloads.one_hit(200), small, 20)

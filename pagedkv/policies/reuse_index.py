@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _GHOSTS_A_SLOT = 3
-_MORE_GHOSTS = 8192
+_MORE_GHOSTS = 32_768
 _CHUNK = 32
 """Victims that are looked for at once, at first."""
 
@@ -24,8 +24,7 @@ class ReuseIndex:
     would have hit; while the index hits less, pages leave in LRU's order.
 
     Time is counted in requested pages. Nothing is random: the same calls give the same victims. It
-    takes 44 bytes for each of four nodes a slot and for 8,192 more, half a megabyte for the model,
-    and Python's references to the resident keys.
+    takes 200 bytes a slot and two megabytes; beside them Python refers to the resident keys.
 
     Sources: ``reuse_model.py`` and ``reuse_kernels.py`` name them. That a use before the last one
     tells more than the last one is LRU-2's idea (O'Neil 1993); that two orders compete by what
@@ -59,7 +58,7 @@ class ReuseIndex:
         self._sums = np.zeros(reuse_kernels.NUM_SUMS, np.float64)
         self._heads = np.zeros(reuse_model.NUM_AGES, np.int32)
         self._cells = np.zeros((reuse_model.NUM_CELLS, reuse_kernels.NUM_COLUMNS), np.int32)
-        self._statistics = np.zeros((reuse_model.NUM_CELLS, 5), np.float64)
+        self._statistics = np.zeros((reuse_model.NUM_CELLS, reuse_model.NUM_COLUMNS), np.float64)
         self._factors = np.ones(
             (reuse_model.NUM_FACTORS, reuse_model.SEEN, reuse_model.NUM_GROUPS), np.float64
         )

@@ -21,6 +21,7 @@ from pagedkv.policies.reuse_model import (
     NUM_AGES,
     NUM_CELLS,
     NUM_CLASSES,
+    OCCUPANTS,
     SINCE,
     class_of,
     learn,
@@ -37,6 +38,7 @@ NODE = np.dtype(
         ("before", np.int32),  # in the list of the cell
         ("after", np.int32),  # the same; of a ghost: the next one in its bucket; the next free node
         ("label", np.int16),  # the class
+        ("length", np.uint16),  # pages of the last request, or the most that fits
         ("age", np.uint8),
         ("seen", np.uint8),
         ("flags", np.uint8),
@@ -63,10 +65,11 @@ RESIDENT, GHOST, HELD, LISTED, SHADOW, PLANNED, MARKED = 1, 2, 4, 8, 16, 32, 64
     REFRESH,  # time of the next one
     IS_LRU,  # the guard's order is in force
     NUM_SWITCHES,
+    SWITCHED,  # when it came into force
     NUM_SCALARS,
-) = range(18)
-OWN_HITS, LRU_HITS, RECENT_OWN, RECENT_LRU, NUM_SUMS = range(5)
-HEAD, TAIL, OCCUPANTS, RANK, ORDER, NUM_COLUMNS = range(6)
+) = range(19)
+OWN_HITS, LRU_HITS, RECENT_OWN, RECENT_LRU, LOSS, NUM_SUMS = range(6)
+HEAD, TAIL, RANK, ORDER, NUM_COLUMNS = range(5)
 
 REFRESH_EVERY = 2000
 """Pages requested between two fits of the model."""
@@ -87,7 +90,6 @@ def reset(nodes: Any, scalars: Any, heads: Any, cells: Any, buckets: Any, num_sl
     buckets[:] = -1
     cells[:, HEAD] = -1
     cells[:, TAIL] = -1
-    cells[:, OCCUPANTS] = 0
     for place in range(NUM_CELLS):
         cells[place, RANK] = place
         cells[place, ORDER] = place
@@ -152,12 +154,12 @@ def _make_ghost(nodes: Any, scalars: Any, buckets: Any, node: Any, mixed: Any) -
 
 
 @kernel
-def _count(statistics: Any, cells: Any, cell: Any, now: Any, change: Any) -> None:
-    """Occupants of a cell come or go."""
+def _count(nodes: Any, statistics: Any, cell: Any, now: Any, node: Any, sign: Any) -> None:
+    """A node comes into a cell or leaves it: so much of a request as it is."""
     row = statistics[cell]
-    row[EXPOSURE] += cells[cell, OCCUPANTS] * (now - row[SINCE])
+    row[EXPOSURE] += row[OCCUPANTS] * (now - row[SINCE])
     row[SINCE] = now
-    cells[cell, OCCUPANTS] += change
+    row[OCCUPANTS] += sign / nodes[node].length
 
 
 @kernel
@@ -270,8 +272,8 @@ def _grow_older(
             newer = nodes[node].newer
             heads[age] = newer if newer >= 0 and nodes[newer].age == age else -1
             cell = nodes[node].label * NUM_AGES + age
-            _count(statistics, cells, cell, now, -1)
-            _count(statistics, cells, cell + 1, now, 1)
+            _count(nodes, statistics, cell, now, node, -1)
+            _count(nodes, statistics, cell + 1, now, node, 1)
             is_listed = nodes[node].flags & LISTED
             if is_listed:
                 _delist(nodes, cells, node)
@@ -287,7 +289,7 @@ def _grow_older(
 def _forget(nodes: Any, scalars: Any, heads: Any, cells: Any, statistics: Any, node: Any) -> None:
     """Make a node free that is in no list but the recency list."""
     cell = nodes[node].label * NUM_AGES + nodes[node].age
-    _count(statistics, cells, cell, scalars[NOW], -1)
+    _count(nodes, statistics, cell, scalars[NOW], node, -1)
     _unlink(nodes, scalars, heads, node)
     nodes[node].flags = 0
     nodes[node].after = scalars[FREE]
@@ -345,33 +347,32 @@ def _orphan(nodes: Any, node: Any) -> None:
 
 
 @kernel
-def _lead(sums: Any, share: Any, recent_share: Any, allowance: Any) -> Any:
-    """Whether ours hits these shares of what LRU does, in the whole and of late."""
-    return (
-        sums[OWN_HITS] + allowance >= share * sums[LRU_HITS]
-        and sums[RECENT_OWN] + allowance >= recent_share * sums[RECENT_LRU]
-    )
-
-
-@kernel
 def _guard(scalars: Any, sums: Any, own: Any, lru: Any, length: Any) -> None:
-    """Compare with LRU; fall back to its order while ours is behind.
+    """Compare with LRU; fall back to its order when ours falls behind, and try again later.
 
-    Of the whole, where 0.97 is what must not be missed, more is asked than of late, where chance
-    has its share. A hundredth of the slots is allowed on top: at first every loss is large.
+    Over all, 0.028 of LRU's hits may be lost, and a hundredth of the slots, since at first every
+    loss is large. Ours is given up when it has lost half of that, or, tried again, a third of what
+    was left; or a twentieth of late. It is tried again when the slots have been filled anew.
     """
+    num_slots = scalars[NUM_SLOTS]
+    keep = 20.0 * num_slots / (20.0 * num_slots + length)
     sums[OWN_HITS] += own
     sums[LRU_HITS] += lru
-    window = 20.0 * scalars[NUM_SLOTS]
-    sums[RECENT_OWN] = sums[RECENT_OWN] * (window / (window + length)) + own
-    sums[RECENT_LRU] = sums[RECENT_LRU] * (window / (window + length)) + lru
-    allowance = 0.01 * scalars[NUM_SLOTS]
+    sums[RECENT_OWN] = sums[RECENT_OWN] * keep + own
+    sums[RECENT_LRU] = sums[RECENT_LRU] * keep + lru
+    allowance = 0.01 * num_slots
+    budget = 0.028 * sums[LRU_HITS]
+    loss = sums[LRU_HITS] - sums[OWN_HITS] - allowance
+    recent = sums[RECENT_OWN] + allowance - 0.95 * sums[RECENT_LRU]
     if scalars[IS_LRU]:
-        if _lead(sums, 0.99, 0.96, allowance):
+        has_waited = scalars[NOW] - scalars[SWITCHED] >= 4 * num_slots
+        if has_waited and loss <= 0.75 * budget and recent >= 0.01 * sums[RECENT_LRU]:
             scalars[IS_LRU] = 0
             scalars[FIRST] = 0
-    elif not _lead(sums, 0.985, 0.95, allowance):
+            sums[LOSS] = loss
+    elif recent < 0 or loss > max(budget / 2, sums[LOSS] + (budget - sums[LOSS]) / 3):
         scalars[IS_LRU] = 1
+        scalars[SWITCHED] = scalars[NOW]
         scalars[NUM_SWITCHES] += 1
 
 
@@ -414,8 +415,8 @@ def use(
             ids[number] = node
         else:
             cell = nodes[node].label * NUM_AGES + nodes[node].age
-            _count(statistics, cells, cell, now, -1)
-            statistics[cell, EVENTS] += 1
+            _count(nodes, statistics, cell, now, node, -1)
+            statistics[cell, EVENTS] += 1.0 / nodes[node].length
             if nodes[node].flags & LISTED:
                 _delist(nodes, cells, node)
             _unlink(nodes, scalars, heads, node)
@@ -423,7 +424,8 @@ def use(
         nodes[node].last = now + length - 1 - number
         nodes[node].label = class_of(nodes[node].seen, known, length, number)
         _append(nodes, scalars, heads, node)
-        _count(statistics, cells, nodes[node].label * NUM_AGES, now, 1)
+        nodes[node].length = min(length, 65535)
+        _count(nodes, statistics, nodes[node].label * NUM_AGES, now, node, 1)
     _come_in(nodes, scalars, cells, ids, first_parent, is_chain)
     scalars[NOW] = now + length
     _shrink_shadow(nodes, scalars)
@@ -513,7 +515,7 @@ def _shrink_shadow(nodes: Any, scalars: Any) -> None:
 def _refresh(scalars: Any, cells: Any, statistics: Any, factors: Any, ends: Any) -> None:
     """Learn, and rank the cells anew."""
     now = scalars[NOW]
-    learn(statistics, cells[:, OCCUPANTS], factors, ends, now)
+    learn(statistics, factors, ends, now)
     order = cells[:, ORDER]
     rank(statistics, order)
     for place in range(NUM_CELLS):

@@ -29,7 +29,7 @@ NUM_FACTORS = 4
 _GROUP = 4
 """Ages that share their factors."""
 NUM_GROUPS = NUM_AGES // _GROUP
-_PRIOR_EVENTS = 5.0
+_PRIOR_EVENTS = 1.0
 """How many reuses the log-linear model counts as, beside those of a cell."""
 _PRIOR_RATE = 0.5
 """Before anything is known: the chance of a reuse while the age grows e-fold."""
@@ -39,9 +39,10 @@ _STEPS_AN_OCTAVE = 16
 _NUM_STEPS = _OCTAVES * _STEPS_AN_OCTAVE
 """Indices are told apart from 2^-40 to 1."""
 
-EVENTS, EXPOSURE, SINCE, RATE, INDEX = range(5)
-"""Columns of the cells' statistics, float64 ``(cell, 5)``: reuses, exposure until the time in the
-next column, that time, rate, Gittins index."""
+EVENTS, OCCUPANTS, EXPOSURE, SINCE, RATE, INDEX, NUM_COLUMNS = range(7)
+"""Columns of the cells' statistics, float64 ``(cell, 6)``: reuses; pages there; exposure until the
+time in the next column; that time; rate; Gittins index. The first three count requests: each page
+of a request of n is an nth, since all of them are used again, or are not, together."""
 
 
 @kernel
@@ -95,12 +96,11 @@ def _level(label: Any, factor: Any) -> Any:
 
 
 @kernel
-def learn(statistics: Any, occupants: Any, factors: Any, ends: Any, now: Any) -> None:
+def learn(statistics: Any, factors: Any, ends: Any, now: Any) -> None:
     """Bring rates and indices up to date, and let old counts fade.
 
     Args:
-        statistics: Of the cells, float64 ``(NUM_CELLS, 5)``.
-        occupants: Remembered pages in each cell, int32 ``(NUM_CELLS,)``.
+        statistics: Of the cells, float64 ``(NUM_CELLS, NUM_COLUMNS)``.
         factors: Of the log-linear model, float64 ``(NUM_FACTORS, SEEN, NUM_GROUPS)``.
         ends: As ``age_ends`` fills it.
         now: The time, in pages requested.
@@ -112,13 +112,13 @@ def learn(statistics: Any, occupants: Any, factors: Any, ends: Any, now: Any) ->
         for label in range(NUM_CLASSES):
             cell = label * NUM_AGES + age
             row = statistics[cell]
-            row[EXPOSURE] += occupants[cell] * (now - row[SINCE])
+            row[EXPOSURE] += row[OCCUPANTS] * (now - row[SINCE])
             row[SINCE] = now
             events += row[EVENTS]
             exposure += row[EXPOSURE]
         start = 0.0 if age == 0 else ends[age - 1]
         prior = _PRIOR_RATE / ((start + ends[age]) / 2 + 500.0)
-        base[age] = (events + 5.0) / (exposure + 5.0 / prior)
+        base[age] = (events + _PRIOR_EVENTS) / (exposure + _PRIOR_EVENTS / prior)
     scales = np.empty((NUM_CLASSES, NUM_GROUPS))
     for factor in range(NUM_FACTORS):
         _scale(factors, scales)
@@ -149,8 +149,8 @@ def _scale(factors: Any, scales: Any) -> None:
 @kernel
 def _fit(statistics: Any, factors: Any, factor: Any, base: Any, scales: Any) -> None:
     """Scale the factors of one feature to the reuses that were seen."""
-    seen = np.full((SEEN, NUM_GROUPS), 5.0)
-    expected = np.full((SEEN, NUM_GROUPS), 5.0)
+    seen = np.full((SEEN, NUM_GROUPS), _PRIOR_EVENTS)
+    expected = np.full((SEEN, NUM_GROUPS), _PRIOR_EVENTS)
     for label in range(NUM_CLASSES):
         level = _level(label, factor)
         if level < 0:

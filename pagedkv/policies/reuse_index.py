@@ -65,6 +65,7 @@ class ReuseIndex:
         self._ends = np.zeros(reuse_model.NUM_AGES, np.float64)
         self._buckets = np.zeros(self._num_nodes, np.int32)
         self._plan = np.zeros(self._num_nodes, np.int32)
+        self._no_words = self._words([PageKey(bytes(32))])  # of the same type as others: read-only
         self._keys = [None] * self._num_nodes
         self._nodes = {}
         reuse_model.age_ends(self._ends)
@@ -106,7 +107,7 @@ class ReuseIndex:
             self._ends,
             self._buckets,
             self._plan,
-            self._words(keys) if new else ids,
+            self._words(keys) if new else self._no_words,
             ids,
             -1 if first is None else node_of(first, -1),
             is_chain,

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pagedkv.errors import CorruptPageError, PoolExhaustedError
 from pagedkv.format import PageEntry
+from pagedkv.heads import Head, HeadFinder
 from pagedkv.keyed import KeyedPages
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import Tokens
@@ -32,6 +33,7 @@ class LayerGroup:
         self.moves = room.moves
         self.places = places = room.places
         self.keyed = KeyedPages(room)
+        self.heads = HeadFinder(room)
         self.spec = places.spec
         self.page_shape = places.spec.page_shape
         self.dtype = places.spec.np_dtype
@@ -188,27 +190,25 @@ class LayerGroup:
         with self._lock:
             return self.moves.refresh()
 
+    def copy_head(self, head: Head, num_tokens: int, after: Page | None) -> Page:
+        """A fresh private page that begins with ``num_tokens`` tokens of a head's page, held once.
+
+        Raises:
+            CorruptPageError: The head's page is only on disk, and damaged there. It is forgotten.
+            PoolExhaustedError: There is no room for the page.
+            StoreError: The disk failed; ``StoreFullError`` is the same as no room.
+        """
+        values = np.empty(self.spec.page_shape, dtype=self.spec.np_dtype)
+        if head.page is None:
+            self._read_stored(head.key, values)
+        else:
+            self.read_page(head.page, values)
+        values[:, :, num_tokens:] = 0
+        return self._new_filled(values, after)
+
     def is_stored(self, key: PageKey) -> bool:
         """Whether the store holds a page or saved tail under this key."""
         return self.moves.find_row(key) is not None
-
-    def load_tail(self, key: PageKey, after: Page | None) -> Page | None:
-        """A fresh private page with a saved tail's bytes, held once.
-
-        ``None`` if the tail is damaged, or no slot can be had for it.
-        """
-        source = Page()
-        source.key, source.row = key, self.moves.find_row(key)
-        values = np.empty(self.spec.page_shape, dtype=self.spec.np_dtype)
-        with self._lock:
-            lost = source.row is None or self.moves.read_pages([source], [values])
-            self._counters.misses["corrupt"] += bool(lost)
-        if lost:
-            return None
-        try:
-            return self._new_filled(values, after)
-        except PoolExhaustedError:
-            return None
 
     def save_pages(self, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
         """Write what the store does not hold yet of a sequence's pages, durably.
@@ -257,6 +257,16 @@ class LayerGroup:
             return self.room.writer.take_untold_error()
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _read_stored(self, key: PageKey, out: Array) -> None:
+        """Read a page of the store that the caller does not hold; ``CorruptPageError`` if gone."""
+        source = Page()
+        source.key = key
+        with self._lock:
+            source.row = self.moves.find_row(key)
+            if source.row is None or self.moves.read_pages([source], [out]):
+                self._counters.misses["corrupt"] += 1
+                raise CorruptPageError(f"page {key.hex()} was damaged in the store", (key,))
 
     def _slots_for(self, count: int, after: Page | None) -> list[int]:
         """Slots for a sequence: ``count``, or as many as can be had if the others can spill."""

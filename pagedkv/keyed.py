@@ -417,8 +417,9 @@ class KeyedPages:
 
     def _detach_lost(self, key: PageKey) -> None:
         """Take the key from a page that no tier holds any more, so that it can be put anew."""
-        page = self._index.pop(key, None)
+        page = self._index.get(key)
         if page is not None:
+            del self._index[key]
             page.key = page.row = None
 
     def _stored(self, keys: Sequence[PageKey], number: int) -> Page:
@@ -435,5 +436,6 @@ def _slot(page: Page) -> int:
 def _keyed(keys: Sequence[PageKey], number: int) -> Page:
     page = Page(keys[number])
     if type(keys) is PageKeys:  # much quicker than isinstance with an abstract class
-        page.name(keys[number], keys.parents[number], keys.tokens[number], keys.salt)
+        extra = b"" if keys.extra is None else keys.extra[number]
+        page.name(keys[number], keys.parents[number], keys.tokens[number], keys.salt, extra)
     return page

@@ -12,8 +12,8 @@ was found.
 
 import heapq
 import threading
+from array import array
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from operator import itemgetter
@@ -91,7 +91,9 @@ class ChildRows:
         self.has_nameless_tails = False
         self._source = rows
         self._lock = threading.Lock()  # of those who search; whoever adds does not wait for them
-        self._added: deque[tuple[int, Families]] = deque()
+        self._adding = threading.Lock()  # of the next two
+        self._runs: list[tuple[int, int]] = []
+        self._added = array("Q")  # the families of the rows of these runs
         self._families: Families = np.empty(0, np.uint64)
         self._rows: PackedRows = np.empty(0, np.int64)
         self._ordered: set[int] = set()
@@ -102,7 +104,10 @@ class ChildRows:
     def add_many(self, first: int, kinship: Kinship) -> None:
         """Add the packed rows from ``first`` on."""
         self.has_nameless_tails |= kinship.has_nameless_tails
-        self._added.append((first, kinship.families))
+        if kinship.families.any():
+            with self._adding:
+                self._runs.append((first, len(kinship.families)))
+                self._added.frombytes(kinship.families.tobytes())
 
     def note_dropped(self, count: int) -> None:
         """Note that so many rows have gone."""
@@ -240,18 +245,15 @@ class ChildRows:
         return num_gone > 0
 
     def _take_in(self) -> None:
-        parts: list[tuple[PackedRows, Families]] = []
-        while self._added:
-            first, families = self._added.popleft()
-            which = np.flatnonzero(families != NO_FAMILY)
-            parts.append((which + first, families[which]))
-        if sum(len(rows) for rows, _ in parts) > _MAX_RECENT:
-            rows, families = (np.concatenate(column) for column in zip(*parts, strict=True))
-            self._merge(rows, families)
-        else:
-            for rows, families in parts:
-                self._num_late += len(rows)
-                for row, family in zip(rows.tolist(), families.tolist(), strict=True):
+        with self._adding:
+            runs, self._runs = self._runs, []
+            added, self._added = self._added, array("Q")
+        if len(added) > _MAX_RECENT:
+            self._merge(_rows_of(runs, len(added)), np.frombuffer(added, np.uint64))
+        elif added:
+            self._num_late += len(added)
+            for row, family in zip(_rows_of(runs, len(added)).tolist(), added, strict=True):
+                if family != NO_FAMILY:
                     self._late.setdefault(family, _Late()).others.append(row)
             if self._num_late > _MAX_RECENT:
                 self._merge_late()
@@ -273,14 +275,21 @@ class ChildRows:
         self._num_late = 0
 
     def _merge(self, rows: PackedRows, families: Families) -> None:
-        keep = self._rows >= 0
-        self._rows, self._families = self._rows[keep], self._families[keep]
+        """Sort rows in. They are millions at times, so no more arrays live than have to."""
         order = np.argsort(families)
+        order = order[np.searchsorted(families, NO_FAMILY, "right", sorter=order) :]
         rows, families = rows[order], families[order]
-        places = np.searchsorted(self._families, families, "right")
-        self._rows = np.insert(self._rows, places, rows)
-        self._families = np.insert(self._families, places, families)
-        self._ordered.difference_update(families.tolist())
+        del order
+        keep = self._rows >= 0
+        if not keep.any():
+            self._rows, self._families = rows, families
+        else:
+            self._rows, self._families = self._rows[keep], self._families[keep]
+            places = np.searchsorted(self._families, families, "right")
+            self._rows = np.insert(self._rows, places, rows)
+            self._families = np.insert(self._families, places, families)
+            if self._ordered:
+                self._ordered.difference_update(families.tolist())
 
     def _purge_all(self) -> None:
         self._num_dropped = 0
@@ -291,3 +300,13 @@ class ChildRows:
             self._purge(family)
             if not self._late[family].rows():
                 del self._late[family]
+
+
+def _rows_of(runs: list[tuple[int, int]], count: int) -> PackedRows:
+    """The rows of runs, each given by its first row and its length."""
+    rows = np.empty(count, np.int64)
+    at = 0
+    for first, length in runs:
+        rows[at : at + length] = np.arange(first, first + length)
+        at += length
+    return rows

@@ -254,6 +254,9 @@ class Contents:
         """Token ids of the pages in packed rows, as int32 in bytes; None where there is no page.
 
         Also where the record is damaged, or does not tell them. Reads the catalogue.
+
+        Raises:
+            OSError: The system could not read.
         """
         ids: list[bytes | None] = [None] * len(rows)
         numbers = np.argsort(rows, kind="stable")

@@ -155,7 +155,7 @@ class LayerGroup:
                 raise CorruptPageError(f"{page!r} of a live sequence was lost on disk")
 
     def give_key(
-        self, page: Page, key: PageKey, parent: PageKey, tokens: Tokens, salt: bytes
+        self, page: Page, key: PageKey, parent: PageKey, tokens: Tokens, salt: bytes, extra: bytes
     ) -> Page:
         """Make a full page of a sequence shareable under ``key``; return what to hold instead.
 
@@ -170,7 +170,7 @@ class LayerGroup:
                 return page
             if other is None:
                 if self.moves.find_row(key) is None:
-                    page.name(key, parent, tokens, salt)
+                    page.name(key, parent, tokens, salt, extra)
                     self.places.index[key] = page
                 return page
             self.places.wait_readable([other])

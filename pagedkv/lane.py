@@ -329,6 +329,9 @@ class LaneGroup:
         """Token ids of pages of a segment, as int32 in bytes, by their places in it.
 
         None where they are not known, or the record is damaged or gone.
+
+        Raises:
+            OSError: The system could not read.
         """
         try:
             if len(places) < _READ_TOGETHER:
@@ -336,7 +339,9 @@ class LaneGroup:
             chunk = files.read_bytes(self.chunk_path(CATALOG, number))
             records, holds = unpack_catalog(self.geometry, number, chunk)
         except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) or not files.is_vanished(error):
+            if isinstance(error, OSError) and not files.is_vanished(error):
+                raise
+            if isinstance(error, ValueError):
                 logger.warning("cannot read %s: %s", self.chunk_path(CATALOG, number), error)
             return [None] * len(places)
         return [ids_of(records[place]) if holds[place] else None for place in places]

@@ -555,7 +555,8 @@ class Sequence:
             key = self._next_key(number, tokens)
             if at >= self._num_dropped:
                 place, parent = at - self._num_dropped, self._parent(number, at)
-                table[place] = group.give_key(table[place], key, parent, tokens, self._salt)
+                extra = _extra_of(self._extra, at)
+                table[place] = group.give_key(table[place], key, parent, tokens, self._salt, extra)
                 named.append(table[place])
             keys.append(key)
         return named

@@ -313,11 +313,15 @@ class PageStore:
         Returns:
             Its key, and how many tokens are the same, at least one; None if there is no such page.
             Other processes' pages are found as by ``find``.
+
+        Raises:
+            StoreError: The disk failed.
         """
         self._check_open()
         number, ids = self._check_group(group), tokens.astype("<i4", copy=False).tobytes()
         look = self._contents.find_tail if whole else self._contents.find_child
-        return look(number, parent, ids, salt, extra)
+        with files.translated(self.path, "look for a page in"):
+            return look(number, parent, ids, salt, extra)
 
     def refresh(self) -> bool:
         """Notice what other processes have committed or removed; whether anything changed.

@@ -191,9 +191,11 @@ def test_it_answers_like_a_table(steps: list[tuple[str, int, list[int]]], max_re
             elif what == "d" and table.ids:
                 del table.ids[sorted(table.ids)[len(ids) % len(table.ids)]]
                 children.note_dropped(1)
-            counts = [
-                num_common(table.ids[row], wanted)
-                for row, one in family_of.items()
-                if one == family and row in table.ids
-            ]
-            check(children, table, family, wanted, max(counts, default=0))
+            rows = [row for row, one in family_of.items() if one == family and row in table.ids]
+            live = {table.ids[row] for row in rows}
+            found = children.find(
+                family, wanted, lambda ids, live=live: PageKey(ids) if ids in live else None
+            )
+            best = max((num_common(ids, wanted) for ids in live), default=0)
+            assert (found.num_tokens if found else 0) == best
+            children.check_invariants()

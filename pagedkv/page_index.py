@@ -76,7 +76,7 @@ class PageIndex(dict[PageKey, Page]):
         assert sum(len(children) for _, children in parents) == len(known)
         for key, children in parents:
             assert all(page.parent == key for page in children)
-            assert all(page.key in self and self[page.key] is page for page in children)
+            assert all(self.get(_key(page)) is page for page in children)
             assert children == sorted(children, key=_place)
 
     def _children_of(self, key: PageKey) -> _Children:
@@ -125,3 +125,8 @@ def _parent(page: Page) -> PageKey:
 def _ids(page: Page) -> bytes:
     assert page.tokens is not None
     return page.tokens
+
+
+def _key(page: Page) -> PageKey:
+    assert page.key is not None
+    return page.key

@@ -15,17 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import owners
+from pagedkv.admission import AdmissionPolicy, AdmitAll
 from pagedkv.arrays import as_int, check_pages
 from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError
+from pagedkv.explain import Prompt
+from pagedkv.explanation import Explanation
 from pagedkv.group import LayerGroup
+from pagedkv.live_explain import explain_live
 from pagedkv.loading import Loader, LoadHandle
 from pagedkv.lock import CacheLock
 from pagedkv.moves import Mover
 from pagedkv.page import Page
-from pagedkv.policy import LRU, EvictionPolicy
+from pagedkv.policies.lru import LRU
+from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
 from pagedkv.prefix import PageKeys, as_tokens, check_extra, check_salt, page_keys
+from pagedkv.recording import Recording
 from pagedkv.residency import Residency
+from pagedkv.retention import Retention
 from pagedkv.room import Room
 from pagedkv.sequence import Extra, Sequence
 from pagedkv.spec import KVSpec, PageKey
@@ -69,6 +76,8 @@ class PagedKVCache:
         token_match: Whether ``open_sequence`` finds prefixes that end inside a page. False finds
             full pages, and saved tails as they were saved: to compare, or for an engine that can
             only begin where a page does.
+        admission: Which pages that leave the pool are written to the store, ``AdmitAll()`` by
+            default; ``flush`` and ``close`` write all that is in the pool. Each spec takes a copy.
         pool_path: File to map the pool on; it must not exist. With several specs, the group's
             name is appended.
 
@@ -88,6 +97,7 @@ class PagedKVCache:
         *,
         write_policy: Literal["on-evict", "write-through"] = "on-evict",
         token_match: bool = True,
+        admission: AdmissionPolicy | None = None,
         pool_path: str | Path | None = None,
     ) -> None:
         self.specs = _checked_specs(spec)
@@ -97,6 +107,7 @@ class PagedKVCache:
             raise ValueError(
                 f"write_policy is {write_policy!r}: it must be 'on-evict' or 'write-through'"
             )
+        admitting = _checked_admission(admission, write_policy)
         ranking = LRU() if policy is None else policy
         if isinstance(ranking, type):
             raise TypeError(f"policy is the class {ranking.__name__}: give an object, made by it")
@@ -125,6 +136,7 @@ class PagedKVCache:
                             counters=self._counters,
                         ),
                         store,
+                        copy.deepcopy(admitting),
                     )
                 )
             )
@@ -140,6 +152,8 @@ class PagedKVCache:
         self._pid = os.getpid()
         self._num_forks = _forks.count
         self.is_closed = False
+        self._recording: Recording | None = None
+        self._policy_name = ranking.name
         if store is not None:
             owners.take_over(store, self)
 
@@ -184,6 +198,8 @@ class PagedKVCache:
         layer_group = self._group_of(keys, group)
         if self.needs_finite or not layer_group.fits(pages, len(keys)):
             check_pages("pages", pages, len(keys), layer_group.spec, finite=self.needs_finite)
+        if self._recording is not None:
+            self._recording.put(keys, layer_group.moves.number)
         layer_group.keyed.put(keys, pages, write_through=self.writes_through)
 
     def match(self, keys: Seq[PageKey], group: int | None = None) -> int:
@@ -192,7 +208,11 @@ class PagedKVCache:
         Advisory: the pages may be gone by the next call; ``acquire`` and ``open_sequence`` keep
         them.
         """
-        return self._group_of(keys, group).keyed.match(keys)
+        layer_group = self._group_of(keys, group)
+        num_held = layer_group.keyed.match(keys)
+        if self._recording is not None:
+            self._recording.match(keys, layer_group.moves.number, num_held)
+        return num_held
 
     def get(self, keys: Seq[PageKey], out: Array | None = None, group: int | None = None) -> Array:
         """Copy pages out of the cache.
@@ -212,6 +232,8 @@ class PagedKVCache:
         """
         layer_group = self._group_of(keys, group)
         out = _checked_out(out, len(keys), layer_group)
+        if self._recording is not None:
+            self._recording.get(keys, layer_group.moves.number)
         layer_group.keyed.get(keys, out)
         return out
 
@@ -237,6 +259,8 @@ class PagedKVCache:
 
         def read() -> Array:
             self.check_usable()
+            if self._recording is not None:
+                self._recording.get(keys, layer_group.moves.number)
             pages = np.empty((len(keys), *layer_group.page_shape), dtype=layer_group.dtype)
             ends = None if deadline is None else started + deadline
             left = None if ends is None else max(0.0, ends - time.monotonic())
@@ -258,11 +282,41 @@ class PagedKVCache:
                 is pinned. Acquire fewer keys.
         """
         layer_group = self._group_of(keys, group)
+        recording = self._recording
+        use = None if recording is None else recording.acquire(keys, layer_group.moves.number)
         pages = layer_group.keyed.acquire(keys)
         try:
             yield [layer_group.keyed.readonly_view(page) for page in pages]
         finally:
+            if recording is not None and use is not None:
+                recording.release(use)
             layer_group.keyed.release_pins(pages)
+
+    def retain(
+        self,
+        keys: Seq[PageKey],
+        priority: int = 1,
+        ttl: float | None = None,
+        group: int | None = None,
+    ) -> int:
+        """Let pages leave the pool later than others, until they leave it all the same.
+
+        Args:
+            keys: The pages of a prompt from its first one on; of them the leading run that is in
+                the pool is retained.
+            priority: From 1: pages of a lower priority leave first; pages without retention have
+                0, which ends it. A page keeps the highest that was asked for.
+            ttl: Seconds after the last use until they count as all others again; None for ever.
+            group: Number of the spec; only needed for plain keys and several specs.
+
+        Returns:
+            How many pages that are.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        retention = Retention(priority, ttl)
+        return self._group_of(keys, group).keyed.retain(keys, retention)
 
     # -- sequences ---------------------------------------------------------------------------
 
@@ -292,6 +346,8 @@ class PagedKVCache:
             check_extra(extra)
         keys = [page_keys(spec, ids, salt, _per_page(extra, spec, ids)) for spec in self.specs]
         sequence = Sequence(self, self._groups, salt, extra)
+        if self._recording is not None:
+            self._recording.open(sequence, keys[0])
         tables: list[list[Page]] = [[] for _ in self._groups]
         try:
             for group, table, group_keys in zip(self._groups, tables, keys, strict=True):
@@ -303,12 +359,36 @@ class PagedKVCache:
             sequence.start_from(ids, keys, tables)
             self.adopt(sequence)
             sequence.go_on_inside(ids, whole=not self._token_match, refresh=common == len(keys[0]))
+            if self._recording is not None:
+                self._recording.append(sequence, sequence.num_tokens)
         except BaseException:
             self.forget(sequence)
             for group, table in zip(self._groups, tables, strict=True):
                 group.release(table)
             raise
         return sequence
+
+    def explain(self, tokens: npt.ArrayLike, salt: bytes = b"", extra: Extra = None) -> Explanation:
+        """Why ``open_sequence`` finds as many of a prompt's full pages as it does, and no more.
+
+        Changes nothing, and counts as no use. Where the pool does not explain all, the store's
+        catalogues are read anew and its pages of the prompt are verified: it may take seconds.
+        Pages under another salt or extra are "never written" here; ``pagedkv explain`` tells the
+        store's owner of them.
+
+        Args:
+            tokens: Ids of the prompt.
+            salt: The tenant's.
+            extra: As for ``open_sequence``.
+
+        Raises:
+            ValueError: ``tokens`` are no token ids, or ``extra`` does not cover their pages.
+            StoreError: The store cannot be read.
+        """
+        self.check_usable()
+        ids = as_tokens(tokens)
+        prompts = [Prompt.of(spec, ids, salt, extra) for spec in self.specs]
+        return explain_live(self._groups, prompts, None if self.store is None else self.store.path)
 
     def adopt(self, sequence: Sequence) -> None:
         """Count a sequence among the live ones."""
@@ -343,6 +423,8 @@ class PagedKVCache:
                 have been written by now.
         """
         self.check_usable()
+        if self._recording is not None:
+            self._recording.flush()
         for group in self._groups:
             group.flush()
         untold = [group.take_untold_error() for group in self._groups]
@@ -365,6 +447,57 @@ class PagedKVCache:
                 store_nbytes=0 if self.store is None else self.store.nbytes,
             )
 
+    def record(self, path: str | os.PathLike[str]) -> Recording:
+        """Write from now on which pages are asked for, and what else decides which of them leave.
+
+        ``pagedkv simulate`` replays the file, with this policy and size or with others. It holds no
+        tokens and no keys (docs/traces.md). What the cache holds already is its beginning.
+
+        Args:
+            path: A new file.
+
+        Returns:
+            The recording: close it, or use it in a ``with`` statement. The cache's ``close`` ends
+            it too.
+
+        Raises:
+            FileExistsError: There is such a file: it is kept.
+            ValueError: A recording is under way.
+            OSError: The file cannot be made.
+        """
+        self.check_usable()
+        if self._recording is not None and not self._recording.is_closed:
+            raise ValueError(
+                f"the cache is recorded to {self._recording.path} already: close that recording"
+            )
+        recording = Recording(
+            path,
+            {
+                "policy": self._policy_name,
+                "page_tokens": self.specs[0].page_tokens,
+                "page_nbytes": sum(spec.page_nbytes for spec in self.specs),
+                "num_slots": [group.places.pool.num_slots for group in self._groups],
+                "has_store": self.store is not None and not self.store.read_only,
+                "write_policy": "write-through" if self.writes_through else "on-evict",
+            },
+        )
+        with self._lock:
+            for number, group in enumerate(self._groups):
+                for key, parent in group.places.candidates():
+                    recording.held(key, parent, number)
+            earlier: list[Sequence] = []
+            for sequence in self._sequences:
+                sequence.record(recording, earlier)
+                earlier.append(sequence)
+            recording.begin()
+            self._recording = recording
+        return recording
+
+    @property
+    def recording(self) -> Recording | None:
+        """Where operations are recorded, if they are."""
+        return self._recording
+
     def close(self) -> None:
         """Flush, then close the sequences and the store. A second call does nothing.
 
@@ -386,6 +519,8 @@ class PagedKVCache:
             if earlier is not None:
                 logger.warning("evicted pages could not be written at first: %s", earlier)
         self.is_closed = True
+        if self._recording is not None:
+            self._recording.close()
         try:
             self._loader.close()
             with self._lock:
@@ -502,6 +637,19 @@ def _checked_counts(num_slots: int | Seq[int], num_specs: int) -> list[int]:
     if len(counts) != num_specs:
         raise ValueError(f"num_slots has {len(counts)} numbers for {num_specs} specs")
     return counts
+
+
+def _checked_admission(admission: AdmissionPolicy | None, write_policy: str) -> AdmissionPolicy:
+    if admission is None:
+        return AdmitAll()
+    if isinstance(admission, type):
+        raise TypeError(f"admission is the class {admission.__name__}: give an object, made by it")
+    if write_policy == "write-through":
+        raise ValueError(
+            "with write_policy 'write-through' every page is written before it can leave: leave "
+            "admission out, or write on eviction"
+        )
+    return admission
 
 
 def _check_store(store: PageStore | None, specs: tuple[KVSpec, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from pagedkv import __version__, cli_store
+from pagedkv import __version__, cli_explain, cli_simulate, cli_store
 from pagedkv.errors import PagedKVError
 
 if TYPE_CHECKING:
@@ -269,5 +269,13 @@ def _refuse(what: str, options: Mapping[str, object]) -> None:
         raise ValueError(f"{what} does not take {' and '.join(given)}")
 
 
-for _command in (cli_store.verify, cli_store.info, cli_store.ls, cli_store.gc, cli_store.bench):
+for _command in (
+    cli_store.verify,
+    cli_store.info,
+    cli_store.ls,
+    cli_store.gc,
+    cli_store.bench,
+    cli_simulate.simulate,
+    cli_explain.explain,
+):
     app.command()(_command)

@@ -3,31 +3,32 @@
 Each calls one function of the library and prints what it returns. Heavy imports wait inside.
 """
 
-import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedkv.errors import PagedKVError
+from pagedkv.cli_output import (
+    JsonOption,
+    StoreArgument,
+    console,
+    mistakes,
+    print_json,
+    progress_bar,
+    time_text,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from pagedkv.diskbench import BenchResult
     from pagedkv.findings import VerifyReport
     from pagedkv.inspect import StoreInfo
     from pagedkv.listing import PageRun
-
-StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _MAX_LINES = 50
 """Findings that are printed; ``--json`` prints all."""
@@ -48,12 +49,12 @@ def verify(
     The store may be in use; a lane that a process is writing is checked but not repaired. The exit
     status is 0 if all is well (or has been repaired), 1 if not, 2 if there is no store.
     """
-    with _mistakes(), _progress("verifying", shown=not as_json) as progress:
+    with mistakes(), progress_bar("verifying", shown=not as_json) as progress:
         from pagedkv.verify import verify_store
 
         report = verify_store(store, repair=repair, progress=progress)
     if as_json:
-        _print_json(asdict(report) | {"is_clean": report.is_clean})
+        print_json(asdict(report) | {"is_clean": report.is_clean})
     else:
         _print_report(report)
     if not report.is_clean:
@@ -62,16 +63,16 @@ def verify(
 
 def info(store: StoreArgument, as_json: JsonOption = False) -> None:
     """Tell what a store holds: specs, codec, pages, bytes, lanes, dead space, age."""
-    with _mistakes():
+    with mistakes():
         from pagedkv.inspect import store_info
 
         result = store_info(store)
     if as_json:
-        _print_json(asdict(result) | {"fill": result.fill})
+        print_json(asdict(result) | {"fill": result.fill})
     else:
-        console = _console()
+        out = console()
         for table in _info_tables(result):
-            console.print(table)
+            out.print(table)
 
 
 def ls(
@@ -88,20 +89,20 @@ def ls(
     indented. It tells the last page's key, pages, tokens, the tokens before, and the first token
     ids.
     """
-    with _mistakes():
+    with mistakes():
         from pagedkv.listing import list_runs
 
         listing = list_runs(store, single=long, limit=limit or None)
     if as_json:
-        _print_json(asdict(listing))
+        print_json(asdict(listing))
         return
-    console = _console()
+    out = console()
     for run in listing.runs:
-        console.print(_run_line(run))
+        out.print(_run_line(run))
     more = listing.num_runs - len(listing.runs)
     if more:
-        console.print(f"… and {more:,} more lines (--limit 0 prints all)")
-    console.print(f"{listing.num_pages:,} pages")
+        out.print(f"… and {more:,} more lines (--limit 0 prints all)")
+    out.print(f"{listing.num_pages:,} pages")
 
 
 def gc(
@@ -115,7 +116,7 @@ def gc(
 
     Rows of other processes that are writing now are left alone.
     """
-    with _mistakes():
+    with mistakes():
         from pagedkv.spec import format_nbytes, parse_nbytes
         from pagedkv.store import PageStore
 
@@ -124,7 +125,7 @@ def gc(
             report = opened.collect(bound)
     is_within = report.nbytes_after <= bound
     if as_json:
-        _print_json(asdict(report) | {"is_within": is_within})
+        print_json(asdict(report) | {"is_within": is_within})
     else:
         typer.echo(
             f"{format_nbytes(report.nbytes_before)} before, {format_nbytes(report.nbytes_after)}"
@@ -161,59 +162,22 @@ def bench(
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let it clean up
     try:
-        with _mistakes(), _progress("measuring", shown=not as_json) as progress:
+        with mistakes(), progress_bar("measuring", shown=not as_json) as progress:
             from pagedkv.diskbench import bench_disk
 
             results = bench_disk(folder, size=size, page=page, progress=progress)
     finally:
         signal.signal(signal.SIGTERM, before)
     if as_json:
-        _print_json([asdict(result) for result in results])
+        print_json([asdict(result) for result in results])
     else:
-        _console().print(_bench_table(results, folder))
+        console().print(_bench_table(results, folder))
 
 
 def _existing(store: Path) -> Path:
     if not store.is_dir():
         raise ValueError(f"there is no store at {store}")
     return store
-
-
-@contextmanager
-def _mistakes() -> Iterator[None]:
-    """What cannot be done is one line on stderr and exit status 2."""
-    try:
-        yield
-    except (PagedKVError, ValueError) as error:
-        typer.echo(f"pagedkv: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-
-
-@contextmanager
-def _progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr, if that is a terminal and nothing else is to be read there."""
-    if not shown or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)
-
-
-def _print_json(value: object) -> None:
-    def plain(other: object) -> str:
-        return other.hex() if isinstance(other, bytes) else str(other)
-
-    typer.echo(json.dumps(value, indent=2, default=plain))
 
 
 def _print_report(report: "VerifyReport") -> None:
@@ -259,8 +223,8 @@ def _info_tables(result: "StoreInfo") -> "Iterator[Table]":
     if result.max_nbytes is not None and result.fill is not None:
         table.add_row("bound", f"{format_nbytes(result.max_nbytes)}, {result.fill:.0%} full")
     if result.oldest_ns is not None and result.newest_ns is not None:
-        table.add_row("oldest page", _time(result.oldest_ns))
-        table.add_row("newest page", _time(result.newest_ns))
+        table.add_row("oldest page", time_text(result.oldest_ns))
+        table.add_row("newest page", time_text(result.newest_ns))
     if result.num_torn_chunks:
         table.add_row("torn segments", f"{result.num_torn_chunks:,}: run pagedkv verify")
     yield table
@@ -309,7 +273,7 @@ def _info_tables(result: "StoreInfo") -> "Iterator[Table]":
             table.add_column(column)
         for page in result.evictions:
             reason = page.reason.name.lower().replace("_", " ")
-            table.add_row(page.key.hex()[:16], _time(page.time_ns), reason)
+            table.add_row(page.key.hex()[:16], time_text(page.time_ns), reason)
         yield table
 
 
@@ -340,7 +304,3 @@ def _bench_table(results: "list[BenchResult]", folder: Path) -> "Table":
             f"{result.ratio:.2f}",
         )
     return table
-
-
-def _time(nanoseconds: int) -> str:
-    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(" ", "seconds")

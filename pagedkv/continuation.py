@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
 
 from pagedkv.errors import CorruptPageError, PoolExhaustedError, StoreFullError
 from pagedkv.group import LayerGroup
@@ -10,6 +13,8 @@ from pagedkv.heads import Head
 from pagedkv.page import Page
 from pagedkv.prefix import Tokens
 from pagedkv.spec import PageKey
+
+Array = npt.NDArray[Any]
 
 _MAX_DAMAGED = 8
 """So many damaged pages are tried, one after the other, before nothing is taken."""
@@ -71,11 +76,13 @@ def copy_longest(parts: Sequence[Part], wish: Wish, *, refresh: bool) -> tuple[i
             if count == 0:
                 break
             try:
-                return count, _copy(parts, heads, count)
-            except (PoolExhaustedError, StoreFullError):
-                break
+                copies = _read(parts, heads, count)
             except CorruptPageError:
                 continue
+        try:
+            return count, _new_pages(parts, copies)
+        except (PoolExhaustedError, StoreFullError):
+            break
     return 0, []
 
 
@@ -101,13 +108,21 @@ def _find(parts: Sequence[Part], wish: Wish, stack: ExitStack) -> list[Head | No
     return heads
 
 
-def _copy(parts: Sequence[Part], heads: Sequence[Head | None], count: int) -> list[Page]:
-    """A fresh page with the first tokens of each head, for all groups or for none."""
+def _read(parts: Sequence[Part], heads: Sequence[Head | None], count: int) -> list[Array]:
+    """The first tokens of each head."""
+    return [
+        part.group.read_head(head, count)
+        for part, head in zip(parts, heads, strict=True)
+        if head is not None
+    ]
+
+
+def _new_pages(parts: Sequence[Part], copies: Sequence[Array]) -> list[Page]:
+    """A fresh page with these numbers for each group, or for none."""
     pages: list[Page] = []
     try:
-        for part, head in zip(parts, heads, strict=True):
-            assert head is not None
-            pages.append(part.group.copy_head(head, count, part.last))
+        for part, values in zip(parts, copies, strict=True):
+            pages.append(part.group.new_filled(values, part.last))
     except BaseException:
         for part, page in zip(parts, pages, strict=False):
             part.group.release([page])

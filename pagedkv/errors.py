@@ -5,6 +5,7 @@
     ├── PageNotFoundError     compute the page (also a LookupError)
     ├── SpecMismatchError     use the right model, geometry or store (also a ValueError)
     ├── ClosedError           open it again
+    ├── TraceError            mend the line of the trace that it names (also a ValueError)
     └── StoreError            look at the store's folder
         ├── CorruptPageError      the page is lost: compute it again
         ├── StoreFullError        raise max_nbytes, or collect garbage
@@ -34,6 +35,10 @@ class SpecMismatchError(PagedKVError, ValueError):
 
 class ClosedError(PagedKVError):
     """The cache, sequence or store was closed, or belongs to the process that forked this one."""
+
+
+class TraceError(PagedKVError, ValueError):
+    """A trace cannot be read: the message names the file, the line, and what is wrong there."""
 
 
 class StoreError(PagedKVError):

@@ -26,6 +26,8 @@ RECORD_DTYPE = np.dtype([("key", "V32"), ("time_ns", "<u8"), ("reason", "<u4"), 
 """One record; ``crc`` is the CRC32C of the bytes before it. A place without one is zeros."""
 EVICTED_SHAPE = (NUM_ENTRIES, RECORD_DTYPE.itemsize)
 """Of the array in each group of a lane: uint8, all in one chunk, no codec but ``bytes``."""
+STORE_POLICY = "lru"
+"""Name of the ranking by which segments leave: the one whose pages' last uses are longest ago."""
 EVICTED_NBYTES = NUM_ENTRIES * RECORD_DTYPE.itemsize
 
 

@@ -93,6 +93,11 @@ def exists(path: Path) -> bool:
     return True
 
 
+def is_own(path: Path) -> bool:
+    """Whether what is at ``path`` belongs to the user as whom this process runs."""
+    return os.stat(path).st_uid == os.geteuid()  # noqa: PTH116 - the same
+
+
 def is_folder(path: Path, *, follow: bool = False) -> bool:
     """Whether ``path`` is a folder; a symbolic link is none unless ``follow``."""
     try:

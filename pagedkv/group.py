@@ -13,6 +13,7 @@ from pagedkv.heads import Head, HeadFinder
 from pagedkv.keyed import KeyedPages
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import Tokens
+from pagedkv.retention import Retention
 from pagedkv.room import Room
 from pagedkv.spec import PageKey
 
@@ -57,6 +58,7 @@ class LayerGroup:
         ends before the first damaged page.
         """
         with self._lock:
+            self.moves.note_request(keys)
             run = self.keyed.hold_run(keys)
             usable: list[Page] = []
             try:
@@ -75,18 +77,18 @@ class LayerGroup:
     def share(self, pages: Sequence[Page]) -> None:
         """Hold pages once more, for a forked sequence."""
         with self._lock:
-            held: list[Page] = []
-            try:
-                for page in pages:
-                    self.places.add_holder(page)
-                    held.append(page)
-            except BaseException:
-                self.places.drop_holders(held)
-                raise
+            self.places.add_holders(pages)
 
-    def release(self, pages: Sequence[Page]) -> None:
-        """Give up a sequence's hold; of a prefix the root is kept longest."""
+    def release(self, pages: Sequence[Page], retention: Retention | None = None) -> None:
+        """Give up a sequence's hold; of a prefix the root is kept longest.
+
+        Args:
+            pages: Which, the root first.
+            retention: For the pages that have keys.
+        """
         with self._lock:
+            if retention is not None:
+                self.places.retain(pages, retention)
             self.places.drop_holders(pages)
             self._lock.notify_all()
 
@@ -130,7 +132,31 @@ class LayerGroup:
         """A fresh private page with the bytes of ``page`` (copy on write), held once."""
         values = np.empty(self.spec.page_shape, dtype=self.spec.np_dtype)
         self.read_page(page, values)
-        return self._new_filled(values, after)
+        return self.new_filled(values, after)
+
+    def new_filled(self, values: Array, after: Page | None) -> Page:
+        """A fresh private page with these bytes, held once.
+
+        Raises:
+            PoolExhaustedError: There is no room for it; ``StoreFullError`` is the same.
+            StoreError: The disk failed.
+        """
+        (page,) = self.new_pages(1, after)
+        try:
+            with self._lock:
+                self.places.wait_ready([page])
+                if page.slot is not None:
+                    self.places.free_spill(page)  # of an eviction that left the page after all
+                    with self.places.copying([page]):
+                        self._view(page)[...] = values
+                else:
+                    assert page.spill is not None
+                    with self.places.lock.unlocked:
+                        self.moves.spill_file().write_page(page.spill, values)
+        except BaseException:
+            self.release([page])
+            raise
+        return page
 
     def bring_back(self, page: Page) -> None:
         """Make a sequence's tail resident again, if a slot can be had, since it will be written."""
@@ -190,13 +216,16 @@ class LayerGroup:
         with self._lock:
             return self.moves.refresh()
 
-    def copy_head(self, head: Head, num_tokens: int, after: Page | None) -> Page:
-        """A fresh private page that begins with ``num_tokens`` tokens of a head's page, held once.
+    def read_head(self, head: Head, num_tokens: int) -> Array:
+        """The page of a head, ``(layer, kind, token, head, channel)``, zeros behind its tokens.
+
+        Args:
+            head: Which; it was not let go yet.
+            num_tokens: How many of its tokens.
 
         Raises:
-            CorruptPageError: The head's page is only on disk, and damaged there. It is forgotten.
-            PoolExhaustedError: There is no room for the page.
-            StoreError: The disk failed; ``StoreFullError`` is the same as no room.
+            CorruptPageError: The page is only on disk, and damaged there. It is forgotten.
+            StoreError: The disk failed.
         """
         values = np.empty(self.spec.page_shape, dtype=self.spec.np_dtype)
         if head.page is None:
@@ -204,7 +233,7 @@ class LayerGroup:
         else:
             self.read_page(head.page, values)
         values[:, :, num_tokens:] = 0
-        return self._new_filled(values, after)
+        return values
 
     def is_stored(self, key: PageKey) -> bool:
         """Whether the store holds a page or saved tail under this key."""
@@ -276,25 +305,6 @@ class LayerGroup:
             return self.room.take_some(count, after, forget=True)
         except PoolExhaustedError:
             return []
-
-    def _new_filled(self, values: Array, after: Page | None) -> Page:
-        """A fresh private page with these bytes, held once."""
-        (page,) = self.new_pages(1, after)
-        try:
-            with self._lock:
-                self.places.wait_ready([page])
-                if page.slot is not None:
-                    self.places.free_spill(page)  # of an eviction that left the page after all
-                    with self.places.copying([page]):
-                        self._view(page)[...] = values
-                else:
-                    assert page.spill is not None
-                    with self.places.lock.unlocked:
-                        self.moves.spill_file().write_page(page.spill, values)
-        except BaseException:
-            self.release([page])
-            raise
-        return page
 
     def _view(self, page: Page) -> Array:
         assert page.slot is not None

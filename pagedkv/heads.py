@@ -17,12 +17,14 @@ class Head:
     Args:
         key: Key of the page.
         num_tokens: How many of its tokens are wanted: fewer than a page has.
-        page: The page, if the pool knows it; it is held until ``let_go``.
+        page: The page, if the pool knows it; it stays where it is until ``let_go``.
+        is_pinned: Whether it is pinned; else it is held.
     """
 
     key: PageKey
     num_tokens: int
     page: Page | None
+    is_pinned: bool = False
 
 
 class HeadFinder:
@@ -70,7 +72,7 @@ class HeadFinder:
             return Head(key=child.key, num_tokens=min(child.num_tokens, most), page=None)
 
     def let_go(self, head: Head) -> None:
-        """Give up the hold of a head's page, which counts as used."""
+        """Take back what keeps a head's page. It does not count as used: a part of it was."""
         with self._places.lock:
             self._drop(head)
             self._places.lock.notify_all()
@@ -82,19 +84,28 @@ class HeadFinder:
         for num_common, page in self._places.index.nearest(parent, tokens.tobytes(), salt, extra):
             if page.key is None or page.key != _key_of(page, parent, salt, extra):
                 continue  # a caller made the key up
-            self._places.add_holder(page)
-            try:
-                self._places.wait_readable([page])
-            except BaseException:
-                self._places.drop_holder(page)
-                raise
-            if not page.is_lost:
-                return Head(key=page.key, num_tokens=min(num_common, most), page=page)
-            self._places.drop_holder(page)
+            self._places.wait_readable([page])
+            if self._places.index.get(page.key) is not page or page.is_lost:
+                continue  # it has gone meanwhile
+            head = Head(
+                key=page.key,
+                num_tokens=min(num_common, most),
+                page=page,
+                is_pinned=not page.ref_count,
+            )
+            if head.is_pinned:
+                self._places.pin(page)
+            else:
+                self._places.add_holder(page)
+            return head
         return None
 
     def _drop(self, head: Head | None) -> None:
-        if head is not None and head.page is not None:
+        if head is None or head.page is None:
+            return
+        if head.is_pinned:
+            self._places.unpin(head.page)
+        else:
             self._places.drop_holder(head.page)
 
 

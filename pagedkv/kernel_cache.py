@@ -18,11 +18,13 @@ from numba import njit
 SOURCES = (
     "attention_kernels.py",
     "checksum.py",
+    "clairvoyant.py",
     "kernel_cache.py",
     "kernels.py",
     "lanes.py",
     "quantise.py",
     "read_kernels.py",
+    "stack_distances.py",
     "system_calls.py",
     "vectors.py",
 )

@@ -12,6 +12,7 @@ from pagedkv.errors import PageNotFoundError
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import PageKeys
 from pagedkv.recent import RecentKeys
+from pagedkv.retention import Retention
 from pagedkv.room import Room
 from pagedkv.spec import PageKey
 
@@ -53,6 +54,8 @@ class KeyedPages:
         """
         if len(keys) == 1 and not write_through and self._put_quickly(keys, pages):
             return
+        with self._lock:
+            self._moves.note_request(keys)
         first_numbers = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
         numbers = sorted(first_numbers.values(), reverse=type(keys) is PageKeys)
         size = max(1, self._pool.num_slots // 2)
@@ -76,6 +79,7 @@ class KeyedPages:
         if len(keys) == 1 and self._get_quickly(keys, out):
             return
         with self._lock:
+            self._moves.note_request(keys)
             pages, stored, rows = self._locate(keys)
             known = [(n, page) for n, page in enumerate(pages) if page] if any(pages) else []
             resident = {n: page for n, page in known if page.slot is not None}
@@ -101,6 +105,7 @@ class KeyedPages:
         """
         with self._lock:
             run = self.hold_run(keys)
+            self._moves.note_request(keys[: len(run)])
             usable: list[Page] = []
             pinned: dict[Page, None] = {}
             try:
@@ -112,14 +117,21 @@ class KeyedPages:
                     usable.append(page)
                 self.count_hits(num_hits, len(run), len(usable), len(keys))
             except BaseException:
-                for page in usable:
-                    self._places.unpin(page)
+                self._places.unpin_all(usable)
                 raise
             finally:
-                for page in pinned:
-                    self._places.unpin(page)
+                self._places.unpin_all([*pinned])
                 self._places.drop_holders(run)
             return usable
+
+    def retain(self, keys: Sequence[PageKey], retention: Retention) -> int:
+        """Retain the leading run of ``keys`` that is in the pool; how many pages that is."""
+        with self._lock:
+            found = [self._index.get(key) for key in keys]
+            run = [page for page in takewhile(lambda p: p and p.slot is not None, found) if page]
+            self._places.wait_readable(run)
+            self._places.retain(run, retention)
+            return len(run)
 
     def readonly_view(self, page: Page) -> Array:
         """The resident page, ``(layer, kind, token, head, channel)``, not writable."""
@@ -131,9 +143,7 @@ class KeyedPages:
     def release_pins(self, pages: Sequence[Page]) -> None:
         """Take back the pins of ``acquire``."""
         with self._lock:
-            self._places.touch(pages)
-            for page in pages:
-                self._places.unpin(page)
+            self._places.unpin_all(pages)
             self._lock.notify_all()
 
     def hold_run(self, keys: Sequence[PageKey]) -> list[Page]:
@@ -143,14 +153,17 @@ class KeyedPages:
         (``Page.is_lost``) when this returns.
         """
         length = self._match(keys)
-        run: list[Page] = []
+        found = {key: page for key in keys[:length] if (page := self._index.get(key))}
+        stored = {
+            keys[number]: self._stored(keys, number)
+            for number in range(length)
+            if keys[number] not in found
+        }
+        run = [found.get(key) or stored[key] for key in keys[:length]]
+        self._places.add_holders(run)
         try:
-            for number in range(length):
-                page = self._index.get(keys[number])
-                if page is None:
-                    page = self._index[keys[number]] = self._stored(keys, number)
-                self._places.add_holder(page)
-                run.append(page)
+            for key, page in stored.items():
+                self._index[key] = page
             self._places.wait_readable(run)
         except BaseException:
             self._places.drop_holders(run)
@@ -182,6 +195,7 @@ class KeyedPages:
                 return False
             self._pool.by_page[slot] = pages[0]
             self._places.add_cached(_keyed(keys, 0), slot)
+            self._moves.note_request(keys)
         return True
 
     def _get_quickly(self, keys: Sequence[PageKey], out: Array) -> bool:
@@ -198,10 +212,12 @@ class KeyedPages:
                 if page.ranked:
                     self._places.touch((page,))
                 counters.num_pool_hits += 1
+                moves.note_request(keys)
                 return True
             if not moves.read_quickly(key, out[0]):
                 return False
             counters.num_store_hits += 1
+            moves.note_request(keys)
             if self._pool.num_free or key in self._recent:
                 self._keep_copies(keys, keys, (0,), out)
             else:

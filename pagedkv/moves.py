@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.admission import AdmissionPolicy, AdmitAll
 from pagedkv.child_rows import Child
 from pagedkv.codec import Int8, Raw
 from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
@@ -17,6 +18,7 @@ from pagedkv.int8 import Int8Layout
 from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
 from pagedkv.page_reader import PayloadViews
+from pagedkv.pool import SlotPool
 from pagedkv.prefix import Tokens
 from pagedkv.records import compiled
 from pagedkv.residency import Residency
@@ -29,6 +31,7 @@ Array = npt.NDArray[Any]
 logger = logging.getLogger("pagedkv")
 _BATCH_NBYTES = 32 << 20
 _CHECK_PAGES = 8
+_UNBOUNDED_POOLS = 16
 
 
 class Mover:
@@ -46,6 +49,7 @@ class Mover:
         number: Index of the group among the store's specs.
         places: Where the pages are.
         store: The tier below, or ``None``.
+        admission: Which cached pages the store takes when they leave the pool.
 
     Attributes:
         batch: Most pages that are read or written at once.
@@ -59,14 +63,19 @@ class Mover:
         number: int,
         places: Residency,
         store: PageStore | None,
+        admission: AdmissionPolicy,
     ) -> None:
         self.number = number
         self.places = places
         self.store = store
+        self._admission = admission
         self._spec = places.spec
         self._pool = places.pool
         self._counters = places.counters
         self.can_write = store is not None and not store.read_only
+        self._is_selective = self.can_write and not isinstance(admission, AdmitAll)
+        if self._is_selective:
+            admission.start(self._pool.num_slots + _store_pages(store, self._spec, self._pool))
         self._num_given_up = 0
         self._page_nbytes = self._spec.page_nbytes
         self.batch = max(1, _BATCH_NBYTES // self._spec.page_nbytes)
@@ -135,12 +144,25 @@ class Mover:
         lane, since the owner of another lane may take its row back.
         """
         if page.ref_count == 0:
-            return page.row is not None or not self.can_write
+            return page.row is not None or not self.can_write or not self.admits(page)
         if page.row is None:
             return page.key is None and page.spill is not None
         if page.spill is not None:
             return True
         return page.exact and (not self.can_write or self._is_kept(page))
+
+    def note_request(self, keys: Sequence[PageKey]) -> None:
+        """Let the admission policy know which pages were asked for, the root first."""
+        if self._is_selective and len(keys):
+            self._admission.note(keys)
+
+    def admits(self, page: Page) -> bool:
+        """Whether the store takes a cached page that leaves the pool."""
+        return not self._is_selective or self._admission.admits(_key(page))
+
+    def front_to_write(self, count: int) -> list[Page]:
+        """Of the pages that may leave the next ``count`` that the store does not have and takes."""
+        return self.places.dirty_front(count, self.admits)
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -591,6 +613,16 @@ class Mover:
         page = np.empty(self._spec.page_shape, dtype=self._spec.np_dtype)
         self.places.spill.read_page(record, page)
         return page
+
+
+def _store_pages(store: PageStore | None, spec: KVSpec, pool: SlotPool) -> int:
+    """Pages of a spec that a store holds at most, about; of an unbounded one some pools' worth."""
+    if store is None or store.max_nbytes is None:
+        return _UNBOUNDED_POOLS * pool.num_slots
+    return max(
+        1,
+        store.max_nbytes // (len(store.specs) * store.codec.layer_nbytes(spec) * spec.held_layers),
+    )
 
 
 def _is_unstored(page: Page) -> bool:

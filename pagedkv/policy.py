@@ -1,82 +1,64 @@
-"""Eviction policies: the order in which pages that no sequence holds leave the pool."""
+"""``EvictionPolicy``: what decides in which order pages leave a tier."""
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Protocol
 
 from pagedkv.spec import PageKey
 
 
 class EvictionPolicy(Protocol):
-    """Ranks the resident pages that no live sequence holds.
+    """Ranks the pages of a tier that may leave it: its *candidates*.
 
-    A policy knows keys, never bytes or slots. The cache calls ``add`` when a page becomes a
-    candidate, ``touch`` when it is used, and ``discard`` when it has left or is held again; after
-    ``discard`` no trace of the key may stay in ``victims``. Of a prefix the cache adds and touches
-    the deepest page first, so that a child leaves before its parent.
+    A policy knows keys, and of each its parent: the key of the page before it in the prompt, or
+    ``None`` if that is not known. It never sees bytes or slots. Whoever owns the tier tells it what
+    happens, and asks it for victims; ``pagedkv simulate`` and the cache call the very same methods.
+
+    Every policy is *prefix-aware*: a page is no victim while a candidate is its child, since a page
+    without its parent cannot be found. The keys of one call are consecutive pages of a prompt where
+    there is one, the root first; of equal rank the deepest leaves first.
+
+    A policy that was not started, and not used, can be copied (``copy.deepcopy``): a cache takes a
+    copy for each of its specs.
     """
 
-    def add(self, key: PageKey) -> None:
-        """Make ``key`` a candidate."""
+    name: ClassVar[str]
+    """What the command line calls it."""
 
-    def touch(self, key: PageKey) -> None:
-        """Note that the candidate ``key`` was used."""
+    def start(self, num_slots: int) -> None:
+        """Say how many pages the tier holds, once, before all else."""
 
-    def discard(self, key: PageKey) -> None:
-        """Forget the candidate ``key``."""
+    def use(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None]) -> None:
+        """Pages were used just now, and may leave from now on.
+
+        Unknown ones have come in, held ones are candidates again. One call is one request, as far
+        as a policy counts them.
+        """
+
+    def hold(self, keys: Sequence[PageKey]) -> None:
+        """Candidates are in use: no victims, until ``use`` names them again.
+
+        What the policy knows of them stays. ``KeyError`` if one is no candidate.
+        """
+
+    def evict(self, keys: Sequence[PageKey]) -> None:
+        """Candidates left since their room was needed; a policy may remember that they were there.
+
+        ``KeyError`` if one is no candidate.
+        """
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages altogether, candidates or held ones, if it knows them."""
 
     def victims(self) -> Iterator[PageKey]:
-        """The candidates, the first to leave first; the policy is not changed meanwhile."""
+        """Candidates, the first to leave first; a child before its parent.
+
+        A policy may give second chances while it looks for them, but asking again, with nothing
+        changed in between, gives the same ones. The policy must not change while the iterator is in
+        use.
+        """
+
+    def upcoming(self) -> Iterator[PageKey]:
+        """About the same, for who looks ahead; changes nothing."""
 
     def __len__(self) -> int:
         """How many candidates there are."""
-
-
-class FIFO:
-    """First in, first out: the page that became a candidate first leaves first."""
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[PageKey, None] = OrderedDict()
-
-    def add(self, key: PageKey) -> None:
-        """Make ``key`` the last to leave; ``ValueError`` if it is a candidate already."""
-        if key in self._order:
-            raise ValueError(f"page {key.hex()[:12]} is a candidate already")
-        self._order[key] = None
-
-    def touch(self, key: PageKey) -> None:
-        """Change nothing: a use does not count."""
-        self._require(key)
-
-    def discard(self, key: PageKey) -> None:
-        """Forget ``key``; ``KeyError`` if it is no candidate."""
-        try:
-            del self._order[key]
-        except KeyError:
-            raise _unknown(key) from None
-
-    def victims(self) -> Iterator[PageKey]:
-        """The candidates, the oldest first."""
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def _require(self, key: PageKey) -> None:
-        if key not in self._order:
-            raise _unknown(key)
-
-
-class LRU(FIFO):
-    """Least recently used: the page whose last use is longest ago leaves first."""
-
-    def touch(self, key: PageKey) -> None:
-        """Make ``key`` the last to leave."""
-        try:
-            self._order.move_to_end(key)
-        except KeyError:
-            raise _unknown(key) from None
-
-
-def _unknown(key: PageKey) -> KeyError:
-    return KeyError(f"page {key.hex()[:12]} is no candidate")

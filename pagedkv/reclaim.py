@@ -65,7 +65,9 @@ class _Candidate(NamedTuple):
     hot: Bools
     """Rows worth keeping."""
     dead: Bools
-    """Rows to which no prefix leads, or that another row stands for."""
+    """Rows to which no prefix leads, or that another row stands for, or that are lost."""
+    lost: Bools
+    """Rows that a read found damaged, and that no other row stands for."""
 
 
 @dataclass(slots=True)
@@ -167,12 +169,13 @@ class Reclaimer:
                 if place[0] in lanes
             ]
             self._mark_descendants(found, orphans)
+            all_lost = [self._lost_rows(place, segment) for place, segment, _ in found]
         living = [segment.used_at[~dead] for _, segment, dead in found]
         used_at = np.concatenate([np.zeros(0, np.uint64), *living])
         middle = np.median(used_at) if used_at.any() else np.inf
         candidates = [
-            _Candidate(place, segment, ~dead & (segment.used_at > middle), dead)
-            for place, segment, dead in found
+            _Candidate(place, segment, ~dead & (segment.used_at > middle), dead, lost)
+            for (place, segment, dead), lost in zip(found, all_lost, strict=True)
         ]
 
         def rank(one: _Candidate) -> tuple[float, float, Place]:
@@ -197,6 +200,11 @@ class Reclaimer:
             if is_orphan and key is not None:
                 orphans.append((number, key))
         return dead
+
+    def _lost_rows(self, place: Place, segment: Segment) -> Bools:
+        """Rows whose page was forgotten, since it is damaged."""
+        index = self._contents.indexes[place[1]]
+        return np.array([key is not None and key not in index for key in segment.keys], np.bool_)
 
     def _mark_descendants(
         self,
@@ -256,6 +264,7 @@ class Reclaimer:
                 tally.dead += int(one.dead[row])
                 if key not in index:
                     why = EvictionReason.DEAD_PARENT if one.dead[row] else reason
+                    why = EvictionReason.DAMAGED if one.lost[row] else why
                     tally.left.setdefault((number, why), []).append(key)
         tally.moved += int(moved.sum())
         tally.removed += 1

@@ -6,6 +6,7 @@ leaves findings for the next ``verify``, never a wrong page.
 
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 
 from pagedkv import files
 from pagedkv.catalog import derived_chunks
+from pagedkv.evictions import EVICTED_DIMENSIONS, EVICTED_NBYTES, EvictionReason, EvictionRing
 from pagedkv.findings import Damage
-from pagedkv.format import METADATA
+from pagedkv.format import EVICTED, METADATA, chunk_name
 from pagedkv.segment_check import (
     SegmentCheck,
     SegmentPlace,
@@ -22,6 +24,7 @@ from pagedkv.segment_check import (
     page_extents,
     seal_catalog,
 )
+from pagedkv.spec import PageKey
 
 _COPY_NBYTES = 8 * 2**20
 
@@ -37,6 +40,7 @@ def mend_segment(check: SegmentCheck) -> None:
     place = check.place
     if not check.good.any():
         _remove_segment(place)
+        _remember(check)
         return
     loses = check.num_pages > int(check.good.sum())
     if loses or check.has(Damage.CATALOG):
@@ -44,6 +48,7 @@ def mend_segment(check: SegmentCheck) -> None:
     if loses or check.has(Damage.INDEX):
         _write_pages(check)
     _write_columns(check)
+    _remember(check)
 
 
 def write_document(folder: Path, document: dict[str, Any]) -> None:
@@ -59,6 +64,19 @@ def _remove_segment(place: SegmentPlace) -> None:
     for path in (place.kv, *place.columns().values()):
         with contextlib.suppress(IsADirectoryError):  # of somebody else: left alone
             files.remove(path)
+
+
+def _remember(check: SegmentCheck) -> None:
+    """Note in the eviction ring which pages were dropped, unless the store would grow by that."""
+    place, lost = check.place, np.flatnonzero(check.held & ~check.good)
+    path = place.path / EVICTED
+    if not len(lost) or not files.is_folder(path):
+        return
+    _, sizes = page_extents(place.geometry, check.records, lost)
+    has_chunk = chunk_name(0, len(EVICTED_DIMENSIONS)) in files.file_sizes(path)
+    if has_chunk or int(sizes.sum()) >= EVICTED_NBYTES:
+        keys = [PageKey(key.tobytes()) for key in check.records["key"][lost]]
+        EvictionRing(path).add(keys, EvictionReason.DAMAGED, time.time_ns())
 
 
 def _write_catalog(check: SegmentCheck) -> None:

@@ -1,10 +1,11 @@
 """``Residency``: which page is in which slot, who holds it, and which may leave."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
+from pagedkv.dropped import DroppedPages
 from pagedkv.format import StoreRow
 from pagedkv.lock import CacheLock
 from pagedkv.memory import Numbers
@@ -12,7 +13,8 @@ from pagedkv.page import Page, PageState
 from pagedkv.page_index import PageIndex
 from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
-from pagedkv.spec import KVSpec
+from pagedkv.retention import Retaining, Retention
+from pagedkv.spec import KVSpec, PageKey
 from pagedkv.spill import SpillFile
 from pagedkv.stats import Counters
 
@@ -22,9 +24,10 @@ _READY, _LOADING = PageState.READY, PageState.LOADING
 class Residency:
     """The bookkeeping of one spec's pages: slots, holders, pins, rankings. It does no I/O.
 
-    The policy ranks the resident pages that no sequence holds. Every method is called with
-    ``lock`` held. A page that is ``LOADING`` or ``WRITING`` belongs to the thread that set it; a
-    pin keeps a slot's page where it is.
+    The policy ranks the resident pages that no sequence holds; what is in use by a caller then
+    becomes a candidate at the end of that use. Every method is called with ``lock`` held. A page
+    that is ``LOADING`` or ``WRITING`` belongs to the thread that set it; a pin keeps a slot's page
+    where it is.
 
     Args:
         spec: Geometry of a page.
@@ -66,7 +69,10 @@ class Residency:
         self.version = 0
         """Changes with every change of any page's slot, or of where the store has it; not when the
         store gets a page that it had not (``set_stored``), since the page is still where it was."""
+        self.dropped = DroppedPages(policy.name)
+        """The pages that left last although no store had them."""
         self._policy = policy
+        policy.start(pool.num_slots)
         self._owner: list[Page | None] = [None] * pool.num_slots
         self._held: OrderedDict[Page, None] = OrderedDict()  # resident and of a live sequence
 
@@ -86,8 +92,25 @@ class Residency:
 
     def add_holder(self, page: Page) -> None:
         """Count one more live sequence that holds the page."""
-        if page.ranked:
-            self._unrank(page)
+        self.add_holders((page,))
+
+    def add_holders(self, pages: Sequence[Page]) -> None:
+        """Count one more for each page of a run."""
+        ranked = [*dict.fromkeys(page for page in pages if page.ranked)]
+        if ranked:
+            self._policy.hold([_key(page) for page in ranked])
+            for page in ranked:
+                self._forget_rank(page)
+        counted: list[Page] = []
+        try:
+            for page in pages:
+                self._count_holder(page)
+                counted.append(page)
+        except BaseException:
+            self.drop_holders(counted)
+            raise
+
+    def _count_holder(self, page: Page) -> None:
         if page.ref_count == 0:
             self.num_held += 1
             if page.slot is not None:
@@ -97,29 +120,28 @@ class Residency:
 
     def drop_holder(self, page: Page) -> None:
         """Count one less; a page that nobody holds becomes a candidate, or is gone."""
-        page.ref_count -= 1
-        self.num_holders -= 1
-        if page.ref_count == 0:
-            self.num_held -= 1
-            self._held.pop(page, None)
-            self._settle(page)
+        self.drop_holders((page,))
 
     def drop_holders(self, pages: Sequence[Page]) -> None:
-        """Count one less for each page of a run, the deepest first: the root is kept longest."""
+        """Count one less for each page of a run, root first."""
+        free: list[Page] = []
         for page in reversed(pages):
-            self.drop_holder(page)
+            page.ref_count -= 1
+            self.num_holders -= 1
+            if page.ref_count == 0:
+                self.num_held -= 1
+                self._held.pop(page, None)
+                free.append(page)
+        self._settle_all(free)
 
     @contextmanager
     def holding(self, pages: Sequence[Page]) -> Iterator[None]:
         """Hold pages inside the block."""
-        held: list[Page] = []
+        self.add_holders(pages)
         try:
-            for page in pages:
-                self.add_holder(page)
-                held.append(page)
             yield
         finally:
-            self.drop_holders(held)
+            self.drop_holders(pages)
 
     def pin(self, page: Page) -> None:
         """Keep a resident page in its slot."""
@@ -128,9 +150,13 @@ class Residency:
 
     def unpin(self, page: Page) -> None:
         """Take one pin back."""
-        assert page.slot is not None
-        self.pool.unpin(page.slot)
-        self._settle(page)
+        self.unpin_all((page,))
+
+    def unpin_all(self, pages: Sequence[Page]) -> None:
+        """Take one pin of each page of a run back, root first."""
+        for page in pages:
+            self.pool.unpin(_slot(page))
+        self._settle_all(pages[::-1])
 
     @contextmanager
     def copying(self, pages: Sequence[Page]) -> Iterator[None]:
@@ -146,8 +172,7 @@ class Residency:
                 yield
         finally:
             self.num_copying -= 1
-            for page in pages:
-                self.unpin(page)
+            self.unpin_all(pages)
             self.lock.notify_all()
 
     @contextmanager
@@ -176,16 +201,22 @@ class Residency:
             stop: The same.
         """
         self.pool.end_use(slice(first, stop))
-        for page in pages:
-            if not page.ref_count:
-                self._settle(page)
+        self._settle_all([page for page in reversed(pages) if not page.ref_count])
 
     def touch(self, pages: Sequence[Page]) -> None:
-        """Note that a run of pages was used, the root of it last, so that it stays longest."""
-        for page in reversed(pages):
-            if page.ranked:
-                assert page.key is not None
-                self._policy.touch(page.key)
+        """Note that a run of pages, root first, was used."""
+        ranked = [page for page in pages if page.ranked]
+        if ranked:
+            self._policy.use([_key(page) for page in ranked], [page.parent for page in ranked])
+
+    def retain(self, pages: Sequence[Page], retention: Retention) -> None:
+        """Let those of a prefix's pages that have keys and slots leave later than others."""
+        policy = self._policy
+        if not isinstance(policy, Retaining):
+            policy = self._policy = Retaining(policy)
+        known = [page for page in pages if page.key is not None and page.slot is not None]
+        policy.retain([_key(page) for page in known], retention)
+        self.touch(known)
 
     # -- slots -------------------------------------------------------------------------------
 
@@ -212,12 +243,17 @@ class Residency:
             self.num_moving += 1
 
     def publish(self, pages: Iterable[Page]) -> None:
-        """End the ``LOADING`` or ``WRITING`` of pages; what nobody holds is ranked in turn."""
+        """End the ``LOADING`` or ``WRITING`` of pages.
+
+        What nobody holds becomes a candidate, the last of ``pages`` the one that stays longest.
+        """
+        free: list[Page] = []
         for page in pages:
             self.num_moving -= page.state is not _READY
             page.state = _READY
             if not page.ref_count:
-                self._settle(page)
+                free.append(page)
+        self._settle_all(free)
         self.lock.notify_all()
 
     def withdraw(self, pages: Iterable[Page]) -> None:
@@ -245,7 +281,7 @@ class Residency:
         self._owner[slot] = page
         self.index[page.key] = page
         page.ranked = True
-        self._policy.add(page.key)
+        self._policy.use((page.key,), (page.parent,))
         self.num_dirty += 1
         self.lock.notify_all()
 
@@ -257,11 +293,12 @@ class Residency:
         self.counters.num_pages_evicted += 1
         if page.row is None:
             self.counters.num_pages_dropped += 1
+            self.dropped.add(key)
             self.num_dirty -= 1
         else:
             self.num_clean -= 1
         page.ranked = False
-        self._policy.discard(key)
+        self._policy.evict((key,))
         del self.index[key]
         page.slot = self._owner[slot] = None
         self.version += 1
@@ -288,10 +325,23 @@ class Residency:
                     break
         return found
 
-    def dirty_front(self, count: int) -> list[Page]:
-        """Of the pages that may leave the next ``count`` that the store does not have."""
-        pages = (self.index[key] for key in self._policy.victims())
-        return list(islice((p for p in pages if p.row is None and self.may_leave(p)), count))
+    def dirty_front(self, count: int, is_wanted: Callable[[Page], bool]) -> list[Page]:
+        """Of the pages that may leave the next ``count`` wanted ones that the store does not have.
+
+        Args:
+            count: How many.
+            is_wanted: Asked of what the store does not have.
+        """
+        pages = (self.index[key] for key in self._policy.upcoming())
+        return list(
+            islice(
+                (p for p in pages if p.row is None and self.may_leave(p) and is_wanted(p)), count
+            )
+        )
+
+    def candidates(self) -> Iterator[tuple[PageKey, PageKey | None]]:
+        """Key and parent of the pages that no sequence holds, the first to leave first."""
+        return ((key, self.index[key].parent) for key in self._policy.upcoming())
 
     def held_candidates(self) -> Iterator[Page]:
         """Resident pages of live sequences that may leave, the longest resident first."""
@@ -312,6 +362,8 @@ class Residency:
         self.counters.num_pages_evicted += 1
         if page.ref_count == 0 and page.row is None:
             self.counters.num_pages_dropped += 1
+            if page.key is not None:
+                self.dropped.add(page.key)
         self._unplace(page)
         if page.ref_count == 0 and page.key is not None:
             del self.index[page.key]
@@ -330,12 +382,13 @@ class Residency:
         owners = [page for page in self._owner if page is not None]
         assert self.pool.num_free == self.pool.num_slots - len(owners)
         ranked = set(self._policy.victims())
-        assert len(self._policy) == len(ranked)
+        assert len(self._policy) == len(ranked)  # every candidate's turn comes
         for slot, page in enumerate(self._owner):
             assert page is None or page.slot == slot
             if page is not None and page.state is PageState.READY:
                 assert (page in self._held) == (page.ref_count > 0)
-                assert page.ranked == (page.ref_count == 0 and page.key is not None)
+                is_free = page.ref_count == 0 and page.key is not None
+                assert page.ranked == is_free or (is_free and self.pool.is_pinned(slot))
                 assert page.ranked == (page.key in ranked)
         assert len(ranked) == sum(page.ranked for page in owners)
         assert self.num_clean == sum(page.ranked and page.row is not None for page in owners)
@@ -349,45 +402,49 @@ class Residency:
     # -- inside ------------------------------------------------------------------------------
 
     def _settle(self, page: Page) -> None:
-        """Rank, or forget, a page that nobody holds, moves or uses."""
-        if page.ref_count or page.state is not _READY:
-            return
-        if page.key is not None:
-            self.free_spill(page)
-            if page.slot is None:
-                if self.index.get(page.key) is page:
-                    del self.index[page.key]
-            elif not page.ranked:
-                self._rank(page)
-        elif page.slot is None or not self.pool.is_pinned(page.slot):
-            self.free_spill(page)
-            if page.slot is not None:
-                self._unplace(page)
+        self._settle_all((page,))
+
+    def _settle_all(self, pages: Sequence[Page]) -> None:
+        """Rank, or forget, pages that nobody holds, moves or uses; the first is first to leave."""
+        fresh: list[Page] = []
+        for page in pages:
+            if page.ref_count or page.state is not _READY:
+                continue
+            if page.key is not None:
+                self.free_spill(page)
+                if page.slot is None:
+                    if self.index.get(page.key) is page:
+                        del self.index[page.key]
+                elif not page.ranked and not self.pool.is_pinned(page.slot):
+                    page.ranked = True
+                    fresh.append(page)
+            elif page.slot is None or not self.pool.is_pinned(page.slot):
+                self.free_spill(page)
+                if page.slot is not None:
+                    self._unplace(page)
+        if fresh:
+            num_clean = sum(page.row is not None for page in fresh)
+            self.num_clean += num_clean
+            self.num_dirty += len(fresh) - num_clean
+            fresh.reverse()
+            self._policy.use([_key(page) for page in fresh], [page.parent for page in fresh])
 
     def _unplace(self, page: Page) -> None:
         slot = _slot(page)
         if page.ranked:
-            self._unrank(page)
+            self._policy.evict((_key(page),))
+            self._forget_rank(page)
         elif page.ref_count:
             self._held.pop(page, None)
+            if page.key is not None:
+                self._policy.discard((page.key,))
         self._owner[slot] = None
         page.slot = None
         self.version += 1
         self.pool.free(slot)
 
-    def _rank(self, page: Page) -> None:
-        assert page.key is not None
-        page.ranked = True
-        self._policy.add(page.key)
-        if page.row is None:
-            self.num_dirty += 1
-        else:
-            self.num_clean += 1
-
-    def _unrank(self, page: Page) -> None:
-        assert page.key is not None
+    def _forget_rank(self, page: Page) -> None:
         page.ranked = False
-        self._policy.discard(page.key)
         if page.row is None:
             self.num_dirty -= 1
         else:
@@ -397,3 +454,8 @@ class Residency:
 def _slot(page: Page) -> int:
     assert page.slot is not None
     return page.slot
+
+
+def _key(page: Page) -> PageKey:
+    assert page.key is not None
+    return page.key

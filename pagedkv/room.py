@@ -36,7 +36,9 @@ class Room:
         self.moves = moves
         self.places = moves.places
         self._pool = moves.places.pool
+        self._counters = moves.places.counters
         self._num_ahead = max(1, self._pool.num_slots // _AHEAD)
+        self._num_quiet = 0  # so often not to look again, since nothing was to be written
         name = f"pagedkv-write-{moves.places.spec.group}"
         self.writer = Writer(self.places.lock, self._write_ahead, name)
 
@@ -66,6 +68,7 @@ class Room:
             ClosedError: The cache was closed meanwhile.
         """
         ticket: int | None = None
+        can_write = self.moves.can_write
         self.moves.look_again()
         while True:
             missing = count - self._pool.num_free
@@ -78,6 +81,7 @@ class Room:
             num_evicted = 0
             for page in front:
                 if page.state is PageState.READY and self.moves.is_safe(page):
+                    self._counters.num_pages_refused += can_write and page.row is None
                     self.places.evict(page)
                     num_evicted += 1
             if num_evicted == missing:
@@ -106,7 +110,8 @@ class Room:
             slot = self._pool.allocate_one()
         else:
             for page in self.places.front(1):
-                if page.state is PageState.READY and (page.row is not None or not can_write):
+                if page.state is PageState.READY and self.moves.is_safe(page):
+                    self._counters.num_pages_refused += can_write and page.row is None
                     slot = self.places.take_over(page)
                     break
             else:
@@ -175,13 +180,17 @@ class Room:
     def _is_low(self) -> bool:
         """Whether so few slots are free, or clean, that pages should be written ahead."""
         places = self.places
+        if self._num_quiet > 0:
+            self._num_quiet -= 1
+            return False
         return self._pool.num_free + places.num_clean < self._num_ahead and places.num_dirty > 0
 
     def _write_ahead(self) -> bool:
         """Write the next pages to leave, in the writer's thread; whether more should follow."""
         self.moves.look_again()
-        batch = self.places.dirty_front(min(self._num_ahead, self.moves.batch))
+        batch = self.moves.front_to_write(min(self._num_ahead, self.moves.batch))
         self.moves.write(batch, spill=False)
+        self._num_quiet = 0 if batch else self._num_ahead
         return bool(batch) and self._is_low()
 
     def _await_writer(self, ticket: int | None, count: int, *, forget: bool) -> int | None:

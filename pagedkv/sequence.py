@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import takewhile
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +22,8 @@ from pagedkv.matrix_attention import MatrixAttention
 from pagedkv.page import Page
 from pagedkv.page_attention import PageAttention
 from pagedkv.prefix import Tokens, as_tokens, chain_key
+from pagedkv.recording import Recording
+from pagedkv.retention import Retention
 from pagedkv.spec import PageKey
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 _FEW_QUERIES = 16
 """So many are attended in the pool by kernels; more, by matrix products over gathered pages."""
+_nothing = nullcontext()
 Extra = bytes | Seq[bytes] | None
 """What a page's KV depends on beside its tokens: for every page the same, or one for each."""
 
@@ -57,6 +61,7 @@ class Sequence:
         self._spare: list[list[Array]] = [[] for _ in groups]  # buffers of gather
         self._staging = [layer_scan.Staging() for _ in groups]
         self._whereabouts = [layer_scan.Whereabouts() for _ in groups]
+        self._retention: Retention | None = None
         self._is_closed = False
         self._page_tokens = groups[0].spec.page_tokens
 
@@ -67,6 +72,11 @@ class Sequence:
         Those that ``drop_before`` gave up are counted too: they keep their positions.
         """
         return min(self._filled)
+
+    def layer_tokens(self, layer: int) -> int:
+        """Tokens that one layer, numbered through the groups, holds."""
+        self._cache.locate_layer(layer)
+        return self._filled[layer]
 
     @property
     def num_dropped_tokens(self) -> int:
@@ -115,7 +125,8 @@ class Sequence:
         start = self.num_tokens
         known = None if tokens is None else self._extended(as_tokens(tokens), start, count)
         if count:
-            self._reserve_all(start, start + count)
+            with self._recorded(start + count):
+                self._reserve_all(start, start + count)
             for number, kinds in enumerate(parts):
                 for local in range(self._groups[number].spec.held_layers):
                     self._write(number, local, start, [values[local] for values in kinds])
@@ -145,7 +156,8 @@ class Sequence:
         count = len(kinds[0])
         start = self._filled[layer]
         if count:
-            self._reserve(number, start, start + count)
+            with self._recorded(start + count, number):
+                self._reserve(number, start, start + count)
             self._write(number, local, start, kinds)
             self._filled[layer] = start + count
 
@@ -292,6 +304,8 @@ class Sequence:
         if len(ids) > len(self._tokens):
             self._tokens = ids
         named = [self._name_pages(number, num_full) for number in range(len(self._groups))]
+        if self._cache.recording is not None:
+            self._cache.recording.commit(self, self._keys[0])
         for group, pages in zip(self._groups, named, strict=True):
             is_wanted = self._cache.writes_through
             group.store(pages if is_wanted else [page for page in pages if page.slot is None])
@@ -321,10 +335,30 @@ class Sequence:
             raise StoreError("save needs a store that can be written: open the cache with one")
         num_full, rest = divmod(self.num_tokens, self._page_tokens)
         self._check_extra(num_full + bool(rest))
+        if self._cache.recording is not None:
+            self._cache.recording.save(self)
         for number, group in enumerate(self._groups):
             num_pages = num_full + bool(rest)
             entries = [self._entry(number, at) for at in range(num_pages)]
             group.save_pages(self._tables[number][:num_pages], entries)
+
+    def retain(self, priority: int = 1, ttl: float | None = None) -> None:
+        """Let the pages leave the pool later than others, once the sequence is closed.
+
+        While it is open they cannot be lost anyway. What pages with a key are retained for is the
+        most that any sequence asked for; it ends when they leave the pool all the same. A fork
+        takes it over.
+
+        Args:
+            priority: From 1: pages of a lower priority leave first; pages without retention have
+                0, which ends it.
+            ttl: Seconds after the last use until they count as all others again; None for ever.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        self._check_usable()
+        self._retention = Retention(priority, ttl)
 
     def fork(self) -> "Sequence":
         """A new sequence with the same tokens; pages are shared until one of the two writes.
@@ -340,9 +374,12 @@ class Sequence:
                 child._tables[number] = list(self._tables[number])
                 child._keys[number] = list(self._keys[number])
             child._num_dropped = self._num_dropped
+            child._retention = self._retention
             child._tokens = self._tokens
             child._filled = list(self._filled)
             self._cache.adopt(child)
+            if self._cache.recording is not None:
+                self._cache.recording.fork(self, child)
         except BaseException:
             child.close()
             raise
@@ -367,6 +404,8 @@ class Sequence:
             )
         for staging in self._staging:
             staging.forget_ahead()
+        if self._cache.recording is not None:
+            self._cache.recording.truncate(self, num_tokens)
         if num_tokens == 0:
             self._num_dropped = 0
         num_pages = _pages_of(num_tokens, self._page_tokens) - self._num_dropped
@@ -408,6 +447,8 @@ class Sequence:
             return
         for staging in self._staging:
             staging.forget_ahead()
+        if self._cache.recording is not None:
+            self._cache.recording.drop(self, num_tokens)
         pages = [table[:count] for table in self._tables]
         # Together, so that whoever interrupts this leaves no table with other page numbers.
         self._tables, self._num_dropped = [table[count:] for table in self._tables], num_dropped
@@ -426,10 +467,12 @@ class Sequence:
             staging.clear()
         if self._cache.is_closed:
             return
+        if self._cache.recording is not None:
+            self._cache.recording.close_sequence(self)
         self._cache.forget(self)
         self._whereabouts = [layer_scan.Whereabouts() for _ in self._groups]
         for number, group in enumerate(self._groups):
-            group.release(self._tables[number])
+            group.release(self._tables[number], self._retention)
         self._tables = [[] for _ in self._groups]
         self._spare = [[] for _ in self._groups]
 
@@ -484,6 +527,24 @@ class Sequence:
         self._tokens = tokens[: start + count]
         self._filled = [start + count] * len(self._filled)
 
+    def record(self, recording: Recording, others: "Seq[Sequence]") -> None:
+        """Write what it holds as if it had just come: as a fork, if it shares pages with others.
+
+        Args:
+            recording: Where to.
+            others: Those that were written before.
+        """
+        shared = [_common(self._tables[0], other._tables[0]) for other in others]
+        if any(shared) and not self._num_dropped:
+            most = max(shared)
+            recording.fork(others[shared.index(most)], self)
+            recording.truncate(self, min(most * self._page_tokens, self.num_tokens))
+        else:
+            recording.open(self, self._keys[0])
+        recording.append(self, self.num_tokens)
+        recording.commit(self, self._keys[0])
+        recording.drop(self, self.num_dropped_tokens)
+
     def table(self, number: int) -> Seq[Page]:
         """The block table of one layer group, from the first page on that was not dropped."""
         return tuple(self._tables[number])
@@ -509,6 +570,11 @@ class Sequence:
         """Pages of one group's first tokens, from page ``first`` on, which was not dropped."""
         last = _pages_of(num_tokens, self._page_tokens)
         return self._tables[number][first - self._num_dropped : last - self._num_dropped]
+
+    def _recorded(self, num_tokens: int, group: int | None = None) -> AbstractContextManager[None]:
+        """Record, if need be, that pages for so many tokens are wanted, and whether they came."""
+        recording = self._cache.recording
+        return _nothing if recording is None else recording.appending(self, num_tokens, group)
 
     def _reserve(self, number: int, start: int, stop: int) -> None:
         """Make the pages of tokens ``start..stop`` of one group exist, and writable."""
@@ -616,6 +682,12 @@ class Sequence:
         self._cache.check_usable()
         if self._is_closed:
             raise ClosedError("the sequence is closed: open another with cache.open_sequence")
+
+
+def _common(one: Seq[Page], other: Seq[Page]) -> int:
+    """How many leading pages are the same."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
 
 
 def _pages_of(num_tokens: int, page_tokens: int) -> int:

@@ -17,7 +17,9 @@ class CacheStats:
         num_misses: Pages that were asked for by key and found nowhere.
         misses_by_reason: ``num_misses`` by reason: "absent" or "corrupt".
         num_pages_evicted: Pages whose slot was taken from them.
-        num_pages_dropped: Those of them that were forgotten, since no store could take them.
+        num_pages_dropped: Those of them that were forgotten, since no store could take them, or
+            would.
+        num_pages_refused: Those that the admission policy kept out of the store.
         num_pages_spilled: Pages of live sequences written, whole, to the spill file.
         num_pages_stored: Pages written to the store.
         num_pages_loaded: Whole pages read from disk, into the pool or a caller's array.
@@ -44,6 +46,7 @@ class CacheStats:
     misses_by_reason: Mapping[str, int]
     num_pages_evicted: int
     num_pages_dropped: int
+    num_pages_refused: int
     num_pages_spilled: int
     num_pages_stored: int
     num_pages_loaded: int
@@ -70,6 +73,7 @@ class Counters:
     num_store_hits: int = 0
     num_pages_evicted: int = 0
     num_pages_dropped: int = 0
+    num_pages_refused: int = 0
     num_pages_spilled: int = 0
     num_pages_stored: int = 0
     num_pages_loaded: int = 0

@@ -48,11 +48,16 @@ class Start(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredPages:
-    """The good records of one group in all lanes, a row each, and sizes on the way."""
+    """The good records of one group in all lanes, a row each, and sizes on the way.
+
+    ``torn`` names the segments that count for nothing, as lane and number: the catalogue chunk is
+    torn, or the segment's file gone.
+    """
 
     spec: KVSpec
     group: int
     segment_rows: int
+    records: npt.NDArray[Any]
     keys: list[bytes]
     parents: list[bytes | None]
     flags: npt.NDArray[np.uint32]
@@ -64,7 +69,12 @@ class StoredPages:
     segments: tuple[int, ...]
     kv_nbytes: int
     dead_nbytes: int
-    num_torn_chunks: int
+    torn: tuple[tuple[int, int], ...]
+
+    @property
+    def num_torn_chunks(self) -> int:
+        """How many of these there are."""
+        return len(self.torn)
 
 
 def read_store(path: str | os.PathLike[str]) -> tuple[Path, StoreHeader, list[StoredPages]]:
@@ -89,26 +99,28 @@ def _read_group(place: Path, header: StoreHeader, group: int, lanes: list[int]) 
     geometry = Geometry.of(spec, header.codec, rows)
     parts: list[npt.NDArray[Any]] = []
     part_lanes: list[int] = []
-    kv_nbytes = dead_nbytes = num_torn_chunks = 0
+    torn: list[tuple[int, int]] = []
+    kv_nbytes = dead_nbytes = 0
     for lane in lanes:
         folder = place / lane_name(lane) / group_name(spec)
-        sizes = chunk_sizes(folder / KV, len(KV_DIMENSIONS))
+        chunks = chunk_sizes(folder / CATALOG, len(CATALOG_DIMENSIONS))
+        sizes = chunk_sizes(folder / KV, len(KV_DIMENSIONS))  # a writer makes a segment first
         kv_nbytes += sum(sizes.values())
         dead_nbytes += sum(sizes.values())
-        for number in sorted(chunk_sizes(folder / CATALOG, len(CATALOG_DIMENSIONS))):
+        for number in sorted(chunks):
             try:
                 name = chunk_name(number, len(CATALOG_DIMENSIONS))
                 chunk = files.read_bytes(folder / CATALOG / name)
                 records, holds = unpack_catalog(geometry, number, chunk)
             except ValueError:
-                num_torn_chunks += 1
+                torn.append((lane, number))
                 continue
             except OSError as error:
                 if files.is_vanished(error):  # its pages were evicted meanwhile
                     continue
                 raise
             if number not in sizes:
-                num_torn_chunks += 1
+                torn.append((lane, number))
                 continue
             _, nbytes = page_extents(geometry, records, np.flatnonzero(holds))
             dead_nbytes -= min(sizes[number], int(nbytes.sum()) + geometry.index_nbytes)
@@ -121,6 +133,7 @@ def _read_group(place: Path, header: StoreHeader, group: int, lanes: list[int]) 
         spec=spec,
         group=group,
         segment_rows=rows,
+        records=records,
         keys=[raw_keys[at : at + 32] for at in range(0, len(raw_keys), 32)],
         parents=[
             raw_parents[32 * at : 32 * at + 32] if held else None
@@ -135,7 +148,7 @@ def _read_group(place: Path, header: StoreHeader, group: int, lanes: list[int]) 
         segments=tuple(part_lanes),
         kv_nbytes=kv_nbytes,
         dead_nbytes=dead_nbytes,
-        num_torn_chunks=num_torn_chunks,
+        torn=tuple(torn),
     )
 
 

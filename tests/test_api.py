@@ -10,8 +10,11 @@ import pagedkv
 
 DOCUMENTED = {
     # the cache and what it is made of
-    "PagedKVCache", "Sequence", "CacheStats", "LoadHandle", "KVSpec", "LRU", "FIFO", "Lossless",
-    "EvictionPolicy",
+    "PagedKVCache", "Sequence", "CacheStats", "LoadHandle", "KVSpec", "Lossless",
+    "Explanation", "StopReason",
+    # which page leaves
+    "EvictionPolicy", "FIFO", "LRU", "LFU", "CLOCK", "SIEVE", "S3FIFO", "ARC", "TwoQueue", "LRU2",
+    "AdmissionPolicy", "AdmitAll", "AdmitLikely", "AdmitSeenTwice", "Recording",
     # the store
     "PageStore", "StoreRow", "PageEntry", "Codec", "Raw", "Int8",
     # keys, fingerprints and sizes

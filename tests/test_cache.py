@@ -1328,7 +1328,7 @@ def test_an_unknown_write_policy_is_refused(write_policy: Any) -> None:
 
 def test_a_used_policy_is_refused_and_a_shared_one_does_no_harm() -> None:
     policy = pk.LRU()
-    policy.add(KEYS[0])
+    policy.use([KEYS[0]], [None])
     with pytest.raises(ValueError, match="policy"):
         pk.PagedKVCache(SPEC, 2, policy=policy)
     policy = pk.LRU()

@@ -162,14 +162,16 @@ def test_pages_of_odd_size_survive_many_evictions(
 
 
 def check_ranking(cache: pk.PagedKVCache) -> None:
-    """The policy ranks the resident pages that nobody holds, and no others."""
+    """The policy ranks the resident pages that nobody holds or has acquired, and no others."""
     cache.check_invariants()
     for group in cache._groups:
         places = group.places
         resident = {
             key
             for key, page in places.index.items()
-            if page.slot is not None and page.ref_count == 0
+            if page.slot is not None
+            and page.ref_count == 0
+            and (page.ranked or not places.pool.is_pinned(page.slot))
         }
         assert set(places._policy.victims()) == resident
 

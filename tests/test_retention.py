@@ -1,0 +1,190 @@
+"""Retained pages leave after all others: by priority, and only as long as was asked for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_samples import make_key, make_spec
+
+import pagedkv as pk
+from pagedkv.retention import Retaining, Retention
+
+A, B, C, D, E, F = (make_key(number) for number in range(6))
+SPEC = make_spec(page_tokens=4)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def retaining(clock: Clock, base: Any = pk.LRU) -> Retaining:
+    return Retaining(base(), clock)
+
+
+def retain(policy: Retaining, keys: list[Any], priority: int, ttl: float | None = None) -> None:
+    policy.retain(keys, Retention(priority, ttl))
+    policy.use(keys, [None, *keys[:-1]])
+
+
+def test_lower_priorities_leave_first(clock: Clock) -> None:
+    policy = retaining(clock)
+    policy.use([A, B], [None, A])
+    retain(policy, [A], 2)
+    retain(policy, [C, D], 1)
+    policy.use([E], [None])
+    assert list(policy.victims()) == [B, E, D, C, A]
+    assert len(policy) == 5
+
+
+def test_a_page_keeps_the_highest_priority_and_the_longest_time(clock: Clock) -> None:
+    policy = retaining(clock)
+    retain(policy, [A], 3, ttl=5)
+    retain(policy, [A, B], 1, ttl=50)
+    retain(policy, [C], 2)
+    assert list(policy.victims()) == [B, C, A]
+    clock.now += 49
+    assert list(policy.victims()) == [B, C, A]
+    clock.now += 2
+    assert list(policy.victims()) == [B, A, C]
+
+
+def test_time_runs_from_the_last_use_and_not_while_a_page_is_held(clock: Clock) -> None:
+    policy = retaining(clock)
+    retain(policy, [A], 1, ttl=10)
+    policy.use([B], [None])
+    clock.now += 9
+    policy.use([A], [None])
+    clock.now += 9
+    assert list(policy.victims()) == [B, A]
+    policy.hold([A])
+    clock.now += 100
+    assert list(policy.victims()) == [B]
+    policy.use([A], [None])
+    clock.now += 9
+    policy.use([B], [None])
+    assert list(policy.victims()) == [B, A]
+    clock.now += 1
+    policy.use([B], [None])
+    assert list(policy.victims()) == [B, A]  # its time ends as it is looked for: a use
+    assert list(policy.upcoming()) == [B, A]
+    policy.use([B], [None])
+    assert list(policy.victims()) == [A, B]
+
+
+def test_priority_0_ends_retention(clock: Clock) -> None:
+    policy = retaining(clock)
+    retain(policy, [A], 7)
+    policy.use([B], [None])
+    retain(policy, [A], 0)
+    policy.use([B], [None])
+    assert list(policy.victims()) == [A, B]
+
+
+def test_retention_ends_when_a_page_leaves(clock: Clock) -> None:
+    policy = retaining(clock)
+    retain(policy, [A], 1)
+    policy.evict([A])
+    policy.use([A], [None])
+    policy.use([B], [None])
+    assert list(policy.victims()) == [A, B]
+
+
+@pytest.mark.parametrize("base", [pk.LRU, pk.FIFO])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_parent_leaves_before_its_child(base: Any, data: st.DataObject) -> None:
+    clock = Clock()
+    policy = retaining(clock, base)
+    paths = [[A, B, C], [A, B, D], [A, E], [F]]
+    parents = {A: None, B: A, C: B, D: B, E: A, F: None}
+    present: set[Any] = set()
+    for _ in range(data.draw(st.integers(1, 12))):
+        path = data.draw(st.sampled_from(paths))
+        path = path[: data.draw(st.integers(1, len(path)))]
+        priority = data.draw(st.sampled_from([None, 0, 1, 2]))
+        if priority is not None and present.issuperset(path):
+            policy.retain(path, Retention(priority, data.draw(st.sampled_from([None, 1, 5]))))
+        policy.use(path, [parents[key] for key in path])
+        present.update(path)
+        clock.now += data.draw(st.integers(0, 4))
+        order = list(policy.victims())
+        assert sorted(order) == sorted(present)
+        assert len(policy) == len(present)
+        places = {key: at for at, key in enumerate(order)}
+        for key in present:
+            parent = parents[key]
+            assert parent is None or places[key] < places[parent]
+        count = data.draw(st.integers(0, 2))
+        policy.evict(order[:count])
+        present.difference_update(order[:count])
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [((-1,), ValueError), ((1.5,), TypeError), ((1, 0), ValueError), ((1, -2.0), ValueError)],
+)
+def test_what_makes_no_sense_is_refused(values: Any, error: type[Exception]) -> None:
+    with pk.PagedKVCache(SPEC, 2) as cache, cache.open_sequence() as sequence:
+        with pytest.raises(error):
+            sequence.retain(*values)
+        with pytest.raises(error):
+            cache.retain([A], *values)
+
+
+def kv(num_tokens: int) -> Any:
+    return np.zeros((SPEC.num_layers, num_tokens, SPEC.num_kv_heads, SPEC.head_dim), SPEC.np_dtype)
+
+
+def test_a_retained_sequence_outlives_later_ones() -> None:
+    with pk.PagedKVCache(SPEC, 6) as cache:
+        first = [*range(8)]
+        with cache.open_sequence(first) as sequence:
+            sequence.append(kv(8), kv(8), first)
+            sequence.retain()
+        for start in range(100, 200, 20):
+            tokens = [*range(start, start + 16)]
+            with cache.open_sequence(tokens) as sequence:
+                sequence.append(kv(16), kv(16), tokens)
+        assert cache.match(pk.page_keys(SPEC, first)) == 2
+        cache.check_invariants()
+        assert cache.retain(pk.page_keys(SPEC, first), 0) == 2
+        tokens = [*range(300, 324)]
+        with cache.open_sequence(tokens) as sequence:
+            sequence.append(kv(24), kv(24), tokens)
+        assert cache.match(pk.page_keys(SPEC, first)) == 0
+
+
+def test_pages_are_retained_by_key() -> None:
+    tokens = [*range(12)]
+    keys = pk.page_keys(SPEC, tokens)
+    pages = np.zeros((3, *SPEC.page_shape), SPEC.np_dtype)
+    with pk.PagedKVCache(SPEC, 4) as cache:
+        cache.put(keys[:2], pages[:2])
+        assert cache.retain(keys, priority=2) == 2
+        for number in range(5):
+            cache.put([make_key(number)], pages[:1])
+        assert cache.match(keys) == 2
+        cache.check_invariants()
+
+
+def test_what_is_retained_leaves_when_nothing_else_can() -> None:
+    tokens = [*range(16)]
+    with pk.PagedKVCache(SPEC, 4) as cache:
+        with cache.open_sequence(tokens) as sequence:
+            sequence.append(kv(16), kv(16), tokens)
+            sequence.retain(9)
+        other = [*range(100, 116)]
+        with cache.open_sequence(other) as sequence:
+            sequence.append(kv(16), kv(16), other)
+        assert cache.match(pk.page_keys(SPEC, tokens)) == 0

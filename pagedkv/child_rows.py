@@ -31,6 +31,8 @@ _MAX_RECENT = 8192
 """So many rows are taken in one by one before they are sorted into the others."""
 _MAX_LATE = 16
 """A family that is in order is not disturbed by fewer late rows than one in so many."""
+_MAX_READ = 4096
+"""So many rows' ids are kept after a search: every search in a family begins with the same few."""
 _MAX_TRIES = 32
 """Pages that are looked at for one answer: those of another ``extra`` stand among the others."""
 _MAX_ROUNDS = 4
@@ -100,6 +102,7 @@ class ChildRows:
         self._late: dict[int, _Late] = {}
         self._num_late = 0  # since the last were sorted in
         self._num_dropped = 0
+        self._read: dict[int, bytes] = {}  # ids of rows that were looked at lately
 
     def add_many(self, first: int, kinship: Kinship) -> None:
         """Add the packed rows from ``first`` on."""
@@ -176,16 +179,20 @@ class ChildRows:
         start, stop = self._range(family)
         if stop - start > 1 and family not in self._ordered:
             stop = self._order(family, start, stop)
-        read: dict[int, bytes] = {}
+        rows, read = self._rows, self._read
+        if len(read) > _MAX_READ:
+            read.clear()
 
         def ids_of(place: int) -> bytes:
-            if place not in read:
-                (found,) = self._source.ids_of_rows(self._rows[place : place + 1])
-                if found is None:
+            row = int(rows[place])
+            ids = read.get(row)
+            if ids is None:
+                (ids,) = self._source.ids_of_rows(rows[place : place + 1])
+                if ids is None:
                     self._remove(start, stop, np.arange(start, stop) != place)
                     raise _GoneError
-                read[place] = found
-            return read[place]
+                read[row] = ids
+            return ids
 
         for num_common, place in nearest(range(start, stop), ids, ids_of):
             yield num_common, ids_of(place)

@@ -66,7 +66,15 @@ def check(results: list[dict[str, Any]]) -> None:
         elif result["unit"].startswith(("GB/s", "%")):
             assert result["ratio"] == pytest.approx(result["ours"] / result["peer"])
         else:
-            assert result["unit"] in {"µs a page", "s", "ms", "bytes a page", "MiB", "% of slices"}
+            assert result["unit"] in {
+                "µs a page",
+                "µs a prompt",
+                "s",
+                "ms",
+                "bytes a page",
+                "MiB",
+                "% of slices",
+            }
             if result["ours"]:
                 assert result["ratio"] == pytest.approx(result["peer"] / result["ours"])
     assert len({(result["case"], result["peer_name"]) for result in results}) == len(results)
@@ -85,6 +93,14 @@ def test_store(part: str, tmp_path: Path) -> None:
     if part == "durable-writes":
         peers = {r["peer_name"] for r in results if r["case"].startswith("durable write, 192 KB")}
         assert {"plain file, fsync", "plain file, fsync, CRC32C"} <= peers
+
+
+@pytest.mark.parametrize("part", ["long-prompt", "siblings", "branching"])
+def test_match(part: str, tmp_path: Path) -> None:
+    results = run("match.py", tmp_path, "--part", part)
+    check(results)
+    if part == "branching":
+        assert all(result["ratio"] > 1 for result in results)
 
 
 @needs_peers

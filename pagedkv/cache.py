@@ -73,6 +73,9 @@ class PagedKVCache:
         policy: Which page leaves first, ``LRU()`` by default. Each spec takes a copy of it.
         write_policy: ``"on-evict"``: a page is written when it leaves the pool or at ``flush``;
             ``"write-through"``: as soon as it has a key.
+        token_match: Whether ``open_sequence`` finds prefixes that end inside a page. False finds
+            full pages, and saved tails as they were saved: to compare, or for an engine that can
+            only begin where a page does.
         admission: Which pages that leave the pool are written to the store, ``AdmitAll()`` by
             default; ``flush`` and ``close`` write all that is in the pool. Each spec takes a copy.
         pool_path: File to map the pool on; it must not exist. With several specs, the group's
@@ -93,6 +96,7 @@ class PagedKVCache:
         policy: EvictionPolicy | None = None,
         *,
         write_policy: Literal["on-evict", "write-through"] = "on-evict",
+        token_match: bool = True,
         admission: AdmissionPolicy | None = None,
         pool_path: str | Path | None = None,
     ) -> None:
@@ -111,6 +115,7 @@ class PagedKVCache:
             raise ValueError("policy ranks the pages of another cache already: give a fresh one")
         self.store = store
         self.writes_through = write_policy == "write-through"
+        self._token_match = token_match
         self.needs_finite = store is not None and not store.codec.lossless
         self._lock = CacheLock()
         self._counters = Counters()
@@ -320,8 +325,10 @@ class PagedKVCache:
     ) -> Sequence:
         """A new sequence that begins with the longest cached prefix of ``tokens``.
 
-        Full pages are shared; behind them a saved tail is taken up, if there is one. The result's
-        ``num_tokens`` says how many tokens were found: append the others.
+        Full pages are shared. Of the pages and saved tails that follow the last of them, the one
+        that shares most leading tokens with the rest of ``tokens`` gives these: they are copied
+        into a page of the sequence's own. The result's ``num_tokens`` says how many tokens were
+        found, which need not be full pages: append the others.
 
         Args:
             tokens: Ids of the prompt.
@@ -351,7 +358,7 @@ class PagedKVCache:
                 del table[common:]
             sequence.start_from(ids, keys, tables)
             self.adopt(sequence)
-            sequence.resume_tail(ids, refresh=common == len(keys[0]))
+            sequence.go_on_inside(ids, whole=not self._token_match, refresh=common == len(keys[0]))
             if self._recording is not None:
                 self._recording.append(sequence, sequence.num_tokens)
         except BaseException:

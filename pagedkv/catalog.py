@@ -7,6 +7,7 @@ every layer. It is the authority; the derived columns repeat it for plain Zarr r
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,13 @@ from pagedkv.format import Geometry, PageEntry, crc32c, derived_columns
 from pagedkv.segment_map import SegmentMap
 from pagedkv.spec import PageKey
 
+Families = npt.NDArray[np.uint64]
+"""One number for each row, by ``family_of``."""
+
 RECORD_MAGIC = b"PKV1"
 HAS_PARENT, HAS_TOKENS, IS_TAIL = 1, 2, 4
 """Bits of a record's flags."""
+NO_FAMILY = 0
 
 
 def pack_catalog(
@@ -151,6 +156,50 @@ def entry_of(record: "np.void") -> PageEntry:
         parent=PageKey(record["parent"].tobytes()) if flags & HAS_PARENT else None,
         tokens=record["tokens"][:num_tokens].astype(np.int32) if flags & HAS_TOKENS else None,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinship:
+    """What the pages of a segment follow, for those who look for a page's children.
+
+    Args:
+        families: ``family_of`` parent and salt of each row's page, ``(row,)`` uint64; ``NO_FAMILY``
+            where there is no page, or its parent or tokens are not known.
+        has_nameless_tails: Whether there are saved tails without tokens.
+    """
+
+    families: Families
+    has_nameless_tails: bool
+
+
+def kinship_of(records: "npt.NDArray[Any]", holds: "npt.NDArray[np.bool_]") -> Kinship:
+    """The kinship of the pages that these records describe."""
+    flags = records["flags"]
+    is_known = holds & (flags & HAS_PARENT != 0) & (flags & HAS_TOKENS != 0)
+    families = np.full(len(records), NO_FAMILY, np.uint64)
+    if is_known.any():
+        parents, salts = (_first_8(records[name]) for name in ("parent", "salt_sha256"))
+        families[is_known] = (parents ^ salts)[is_known]
+    is_nameless = holds & (flags & IS_TAIL != 0) & (flags & HAS_TOKENS == 0)
+    return Kinship(families=families, has_nameless_tails=bool(is_nameless.any()))
+
+
+def family_of(parent: PageKey, salt: bytes) -> int:
+    """A number that pages with the same parent and salt have in common, and others hardly ever."""
+    pair = np.frombuffer(parent[:8] + hashlib.sha256(salt).digest()[:8], "<u8")
+    return int(pair[0] ^ pair[1])
+
+
+def _first_8(hashes: "npt.NDArray[np.uint8]") -> Families:
+    """The first eight bytes of each row, as a number."""
+    return np.ascontiguousarray(hashes[:, :8]).view("<u8").reshape(-1)
+
+
+def ids_of(record: "np.void") -> bytes | None:
+    """The token ids of a record's page as int32, in bytes; None if it does not tell them."""
+    if not int(record["flags"]) & HAS_TOKENS:
+        return None
+    return bytes(record["tokens"].tobytes()[: 4 * int(record["num_tokens"])])
 
 
 def derived_chunks(

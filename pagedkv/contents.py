@@ -4,22 +4,30 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
+from pagedkv.catalog import family_of
+from pagedkv.child_rows import Child, ChildRows
 from pagedkv.format import (
     CATALOG,
+    ROW_BITS,
     Geometry,
+    PackedRows,
     StoreRow,
     group_name,
     lane_name,
+    pack_row,
+    unpack_row,
 )
 from pagedkv.header import StoreHeader
-from pagedkv.lane import LaneGroup, Segment, is_young
+from pagedkv.lane import Committed, LaneGroup, Segment, is_young
 from pagedkv.lane_access import lanes_of
+from pagedkv.prefix import chain_key
 from pagedkv.row_index import RowIndex
 from pagedkv.segment import SegmentFormat
 from pagedkv.segment_map import SegmentMap
@@ -46,6 +54,7 @@ class Contents:
     Attributes:
         groups: The lane groups by lane and index into the specs.
         indexes: Rows by key, for each spec.
+        children: Rows by what their pages follow, for each spec.
         formats: How the segment files of each spec are written and read.
         payload_formats: The same, for readers that want payloads as they are.
         lock: Guards all of it.
@@ -57,6 +66,7 @@ class Contents:
         self.lock = threading.RLock()
         self.groups: dict[tuple[int, int], LaneGroup] = {}
         self.indexes = [RowIndex() for _ in header.specs]
+        self.children = [ChildRows(self) for _ in header.specs]
         self.formats = [
             SegmentFormat(spec, header.codec, Geometry.of(spec, header.codec, rows))
             for spec, rows in zip(header.specs, header.segment_rows, strict=True)
@@ -84,6 +94,8 @@ class Contents:
         for lane in lanes_of(self.root):
             if lane not in known:
                 self.load(lane)
+        for children in self.children:
+            children.take_in()
 
     def refresh(self, own_lane: int | None) -> tuple[bool, list[Segment]]:
         """Notice what other processes have committed or removed.
@@ -114,14 +126,14 @@ class Contents:
         self._clock += 1
         return self._clock
 
-    def publish(self, place: Place, segment: Segment, segment_map: SegmentMap) -> None:
-        """Make a committed segment's pages known."""
-        lane, number, _ = place
-        group = self.groups[lane, number]
+    def publish(self, lane: int, number: int, committed: Committed) -> None:
+        """Make a committed segment's pages known, by lane and index into the specs."""
+        segment, group = committed.segment, self.groups[lane, number]
         group.segments[segment.number] = segment
         first = StoreRow(lane, number, segment.number * group.geometry.rows)
         self.indexes[number].add_many(segment.keys, first)
-        self._keep_map(place, segment_map)
+        self.children[number].add_many(pack_row(first), committed.kinship)
+        self._keep_map((lane, number, segment.number), committed.segment_map)
 
     def withdraw(self, place: Place) -> None:
         """Take a segment's pages out of the index; by their rows they can be read still."""
@@ -163,7 +175,8 @@ class Contents:
         self.withdraw(place)
         self.num_dropped += 1
         del self._withdrawn[place]
-        del self.groups[lane, number].segments[segment_number]
+        segment = self.groups[lane, number].segments.pop(segment_number)
+        self.children[number].note_dropped(len(segment.keys))
         self._parents.pop(place, None)
         dropped = self._maps.pop(place, None)
         if dropped is not None:
@@ -205,6 +218,75 @@ class Contents:
             parents[row] = PageKey(raw[32 * row : 32 * row + 32])
         return parents
 
+    def find_child(
+        self, number: int, parent: PageKey, ids: bytes, salt: bytes, extra: bytes
+    ) -> Child | None:
+        """The page, or saved tail, that ``PageStore.find_child`` promises.
+
+        Called without ``lock``; records of the catalogue are read.
+        """
+        index = self.indexes[number]
+
+        def key_of(found: bytes) -> PageKey | None:
+            key = chain_key(parent, np.frombuffer(found, "<i4"), salt, extra)
+            return key if key in index else None
+
+        children = self.children[number]
+        best = children.find(family_of(parent, salt), ids, key_of)
+        if not children.has_nameless_tails:
+            return best
+        tail = self.find_tail(number, parent, ids, salt, extra)
+        return tail if best is None or (tail and tail.num_tokens > best.num_tokens) else best
+
+    def find_tail(
+        self, number: int, parent: PageKey, ids: bytes, salt: bytes, extra: bytes
+    ) -> Child | None:
+        """The longest saved tail behind ``parent`` all of whose tokens ``ids`` begins with."""
+        tokens = np.frombuffer(ids, "<i4")
+        longest = self.formats[number].spec.page_tokens - 1
+        for count in range(min(len(tokens), longest), 0, -1):
+            key = chain_key(parent, tokens[:count], salt, extra)
+            if key in self.indexes[number]:
+                return Child(key, count)
+        return None
+
+    def ids_of_rows(self, rows: PackedRows) -> list[bytes | None]:
+        """Token ids of the pages in packed rows, as int32 in bytes; None where there is no page.
+
+        Also where the record is damaged, or does not tell them. Reads the catalogue.
+
+        Raises:
+            OSError: The system could not read.
+        """
+        ids: list[bytes | None] = [None] * len(rows)
+        numbers = np.argsort(rows, kind="stable")
+        places = [unpack_row(row) for row in rows[numbers].tolist()]
+        found = zip(numbers.tolist(), places, strict=True)
+        for (lane, number, segment), part in groupby(found, key=self._segment_of):
+            group = self.groups.get((lane, number))
+            if group is None or segment not in group.segments:
+                continue
+            wanted = [(at, row.row % group.geometry.rows) for at, row in part]
+            for (at, _), one in zip(
+                wanted, group.read_ids(segment, [place for _, place in wanted]), strict=True
+            ):
+                ids[at] = one
+        return ids
+
+    def is_known(self, rows: PackedRows) -> npt.NDArray[np.bool_]:
+        """Whether the segments of packed rows are there, ``(row,)``."""
+        if not len(rows):
+            return np.zeros(0, np.bool_)
+        number = unpack_row(int(rows[0])).group
+        in_segment = self.rows_of(number)
+        lanes, places = rows >> ROW_BITS, (rows & (1 << ROW_BITS) - 1) // in_segment
+        segments, which = np.unique(lanes << ROW_BITS | places, return_inverse=True)
+        known = [
+            one.row in self.groups[one.lane, one.group].segments
+            for one in map(unpack_row, segments.tolist())
+        ]
+        return np.array(known, np.bool_)[which]
+
     def rows_of(self, number: int) -> int:
         """Rows of a segment of this spec."""
         return self.formats[number].geometry.rows
@@ -235,6 +317,10 @@ class Contents:
         lane, number, segment_number = place
         return self.groups[lane, number].chunk_path(array, segment_number)
 
+    def _segment_of(self, found: tuple[int, StoreRow]) -> Place:
+        lane, number, row = found[1]
+        return lane, number, row // self.rows_of(number)
+
     def _is_outdated(self, lane: int, number: int, own_lane: int | None) -> bool:
         """Whether another process may have changed a group since it was loaded."""
         group = self.groups[lane, number]
@@ -247,8 +333,8 @@ class Contents:
         group = self.groups[lane, number]
         self._generations[lane, number] = group.generation()  # first: what comes later shows
         loaded = group.load()
-        for segment, segment_map in loaded:
-            self.publish((lane, number, segment.number), segment, segment_map)
+        for committed in loaded:
+            self.publish(lane, number, committed)
         return bool(loaded)
 
     def _keep_map(self, place: Place, segment_map: SegmentMap) -> None:

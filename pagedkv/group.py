@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pagedkv.errors import CorruptPageError, PoolExhaustedError
 from pagedkv.format import PageEntry
+from pagedkv.heads import Head, HeadFinder
 from pagedkv.keyed import KeyedPages
 from pagedkv.page import Page, PageState
 from pagedkv.prefix import Tokens
@@ -33,6 +34,7 @@ class LayerGroup:
         self.moves = room.moves
         self.places = places = room.places
         self.keyed = KeyedPages(room)
+        self.heads = HeadFinder(room)
         self.spec = places.spec
         self.page_shape = places.spec.page_shape
         self.dtype = places.spec.np_dtype
@@ -130,7 +132,31 @@ class LayerGroup:
         """A fresh private page with the bytes of ``page`` (copy on write), held once."""
         values = np.empty(self.spec.page_shape, dtype=self.spec.np_dtype)
         self.read_page(page, values)
-        return self._new_filled(values, after)
+        return self.new_filled(values, after)
+
+    def new_filled(self, values: Array, after: Page | None) -> Page:
+        """A fresh private page with these bytes, held once.
+
+        Raises:
+            PoolExhaustedError: There is no room for it; ``StoreFullError`` is the same.
+            StoreError: The disk failed.
+        """
+        (page,) = self.new_pages(1, after)
+        try:
+            with self._lock:
+                self.places.wait_ready([page])
+                if page.slot is not None:
+                    self.places.free_spill(page)  # of an eviction that left the page after all
+                    with self.places.copying([page]):
+                        self._view(page)[...] = values
+                else:
+                    assert page.spill is not None
+                    with self.places.lock.unlocked:
+                        self.moves.spill_file().write_page(page.spill, values)
+        except BaseException:
+            self.release([page])
+            raise
+        return page
 
     def bring_back(self, page: Page) -> None:
         """Make a sequence's tail resident again, if a slot can be had, since it will be written."""
@@ -155,7 +181,7 @@ class LayerGroup:
                 raise CorruptPageError(f"{page!r} of a live sequence was lost on disk")
 
     def give_key(
-        self, page: Page, key: PageKey, parent: PageKey, tokens: Tokens, salt: bytes
+        self, page: Page, key: PageKey, parent: PageKey, tokens: Tokens, salt: bytes, extra: bytes
     ) -> Page:
         """Make a full page of a sequence shareable under ``key``; return what to hold instead.
 
@@ -170,7 +196,7 @@ class LayerGroup:
                 return page
             if other is None:
                 if self.moves.find_row(key) is None:
-                    page.name(key, parent, tokens, salt)
+                    page.name(key, parent, tokens, salt, extra)
                     self.places.index[key] = page
                 return page
             self.places.wait_readable([other])
@@ -190,27 +216,28 @@ class LayerGroup:
         with self._lock:
             return self.moves.refresh()
 
+    def read_head(self, head: Head, num_tokens: int) -> Array:
+        """The page of a head, ``(layer, kind, token, head, channel)``, zeros behind its tokens.
+
+        Args:
+            head: Which; it was not let go yet.
+            num_tokens: How many of its tokens.
+
+        Raises:
+            CorruptPageError: The page is only on disk, and damaged there. It is forgotten.
+            StoreError: The disk failed.
+        """
+        values = np.empty(self.spec.page_shape, dtype=self.spec.np_dtype)
+        if head.page is None:
+            self._read_stored(head.key, values)
+        else:
+            self.read_page(head.page, values)
+        values[:, :, num_tokens:] = 0
+        return values
+
     def is_stored(self, key: PageKey) -> bool:
         """Whether the store holds a page or saved tail under this key."""
         return self.moves.find_row(key) is not None
-
-    def load_tail(self, key: PageKey, after: Page | None) -> Page | None:
-        """A fresh private page with a saved tail's bytes, held once.
-
-        ``None`` if the tail is damaged, or no slot can be had for it.
-        """
-        source = Page()
-        source.key, source.row = key, self.moves.find_row(key)
-        values = np.empty(self.spec.page_shape, dtype=self.spec.np_dtype)
-        with self._lock:
-            lost = source.row is None or self.moves.read_pages([source], [values])
-            self._counters.misses["corrupt"] += bool(lost)
-        if lost:
-            return None
-        try:
-            return self._new_filled(values, after)
-        except PoolExhaustedError:
-            return None
 
     def save_pages(self, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
         """Write what the store does not hold yet of a sequence's pages, durably.
@@ -260,6 +287,16 @@ class LayerGroup:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _read_stored(self, key: PageKey, out: Array) -> None:
+        """Read a page of the store that the caller does not hold; ``CorruptPageError`` if gone."""
+        source = Page()
+        source.key = key
+        with self._lock:
+            source.row = self.moves.find_row(key)
+            if source.row is None or self.moves.read_pages([source], [out]):
+                self._counters.misses["corrupt"] += 1
+                raise CorruptPageError(f"page {key.hex()} was damaged in the store", (key,))
+
     def _slots_for(self, count: int, after: Page | None) -> list[int]:
         """Slots for a sequence: ``count``, or as many as can be had if the others can spill."""
         if not self.moves.can_write:
@@ -268,25 +305,6 @@ class LayerGroup:
             return self.room.take_some(count, after, forget=True)
         except PoolExhaustedError:
             return []
-
-    def _new_filled(self, values: Array, after: Page | None) -> Page:
-        """A fresh private page with these bytes, held once."""
-        (page,) = self.new_pages(1, after)
-        try:
-            with self._lock:
-                self.places.wait_ready([page])
-                if page.slot is not None:
-                    self.places.free_spill(page)  # of an eviction that left the page after all
-                    with self.places.copying([page]):
-                        self._view(page)[...] = values
-                else:
-                    assert page.spill is not None
-                    with self.places.lock.unlocked:
-                        self.moves.spill_file().write_page(page.spill, values)
-        except BaseException:
-            self.release([page])
-            raise
-        return page
 
     def _view(self, page: Page) -> Array:
         assert page.slot is not None

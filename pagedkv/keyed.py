@@ -162,7 +162,8 @@ class KeyedPages:
         run = [found.get(key) or stored[key] for key in keys[:length]]
         self._places.add_holders(run)
         try:
-            self._index.update(stored)
+            for key, page in stored.items():
+                self._index[key] = page
             self._places.wait_readable(run)
         except BaseException:
             self._places.drop_holders(run)
@@ -432,8 +433,9 @@ class KeyedPages:
 
     def _detach_lost(self, key: PageKey) -> None:
         """Take the key from a page that no tier holds any more, so that it can be put anew."""
-        page = self._index.pop(key, None)
+        page = self._index.get(key)
         if page is not None:
+            del self._index[key]
             page.key = page.row = None
 
     def _stored(self, keys: Sequence[PageKey], number: int) -> Page:
@@ -450,5 +452,6 @@ def _slot(page: Page) -> int:
 def _keyed(keys: Sequence[PageKey], number: int) -> Page:
     page = Page(keys[number])
     if type(keys) is PageKeys:  # much quicker than isinstance with an abstract class
-        page.name(keys[number], keys.parents[number], keys.tokens[number], keys.salt)
+        extra = b"" if keys.extra is None else keys.extra[number]
+        page.name(keys[number], keys.parents[number], keys.tokens[number], keys.salt, extra)
     return page

@@ -9,13 +9,21 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv import files
-from pagedkv.catalog import HAS_PARENT, derived_chunks, map_of, unpack_catalog
+from pagedkv.catalog import (
+    HAS_PARENT,
+    Kinship,
+    derived_chunks,
+    ids_of,
+    kinship_of,
+    map_of,
+    unpack_catalog,
+)
 from pagedkv.codec import Bytes
 from pagedkv.format import (
     CATALOG,
@@ -42,6 +50,8 @@ _COLUMNS_TOGETHER = 32
 """So many segments may lack their derived columns: files that the next commit must not wait for."""
 _COLUMNS_NBYTES = 4 * 2**20
 """Of catalogue chunks that are kept in memory to make the columns from."""
+_READ_TOGETHER = 4
+"""From so many records on, all of a segment's are read."""
 _YOUNG_NS = 50 * 10**6
 """A folder changed so lately may change again without showing it."""
 
@@ -63,6 +73,14 @@ class Segment:
         self.keys = keys
         self.used_at = np.zeros(len(keys), np.uint64)
         """The store's clock when each row was last used, ``(row,)``."""
+
+
+class Committed(NamedTuple):
+    """A segment that is in the lane, and what was read, or written, beside its keys."""
+
+    segment: Segment
+    segment_map: SegmentMap
+    kinship: Kinship
 
 
 class SegmentSource(Protocol):
@@ -117,7 +135,7 @@ class LaneGroup:
         """File of a segment in one of the group's arrays (``kv``, ``catalog``, …)."""
         return self.path / array / chunk_name(number, self.arrays.num_dimensions[array])
 
-    def load(self) -> list[tuple[Segment, SegmentMap]]:
+    def load(self) -> list[Committed]:
         """Read what the catalogue has beyond ``segments``: committed segments, in order.
 
         A torn or foreign chunk is logged, counted in ``num_torn_chunks`` and left out, and so is a
@@ -173,7 +191,7 @@ class LaneGroup:
             ValueError: The chunk is damaged.
             OSError: It is gone (``files.is_vanished``), or the system could not read.
         """
-        again, segment_map = self._load_segment(segment.number)
+        again, segment_map, _ = self._load_segment(segment.number)
         for row, key in enumerate(segment.keys):
             if row >= len(again.keys) or again.keys[row] != key:
                 raise ValueError("it has other pages than when it was opened")
@@ -240,7 +258,7 @@ class LaneGroup:
         self.arrays.trim(self.next_segment)
         files.sync_dir(self.path)
 
-    def commit(self, first: int, source: SegmentSource) -> list[tuple[Segment, SegmentMap]]:
+    def commit(self, first: int, source: SegmentSource) -> list[Committed]:
         """Write segments ``first``, ``first + 1``, … durably: all of them or none.
 
         Raises:
@@ -250,7 +268,7 @@ class LaneGroup:
         rows = self.geometry.rows
         numbers = range(first, first + -(-len(source.keys) // rows))
         temps: list[tuple[Path, Path]] = []
-        made: list[tuple[Segment, SegmentMap, Bytes]] = []
+        made: list[tuple[Committed, Bytes]] = []
         try:
             for start in range(0, len(numbers), _SYNCED_TOGETHER):
                 part = numbers[start : start + _SYNCED_TOGETHER]
@@ -267,12 +285,12 @@ class LaneGroup:
             raise
         with self._columns_lock:
             self._lacking.update(
-                (segment.number, (chunk, len(segment.keys))) for segment, _, chunk in made
+                (one.segment.number, (chunk, len(one.segment.keys))) for one, chunk in made
             )
             nbytes = sum(len(chunk) for chunk, _ in self._lacking.values())
             if len(self._lacking) >= _COLUMNS_TOGETHER or nbytes >= _COLUMNS_NBYTES:
                 self._complete_lacking()
-        return [(segment, segment_map) for segment, segment_map, _ in made]
+        return [one for one, _ in made]
 
     @property
     def num_torn_chunks(self) -> int:
@@ -307,15 +325,36 @@ class LaneGroup:
             raise ValueError(f"it is the record of row {record['row'][0]}")
         return record
 
+    def read_ids(self, number: int, places: Sequence[int]) -> list[bytes | None]:
+        """Token ids of pages of a segment, as int32 in bytes, by their places in it.
+
+        None where they are not known, or the record is damaged or gone.
+
+        Raises:
+            OSError: The system could not read.
+        """
+        try:
+            if len(places) < _READ_TOGETHER:
+                return [ids_of(self.read_record(number, place)[0]) for place in places]
+            chunk = files.read_bytes(self.chunk_path(CATALOG, number))
+            records, holds = unpack_catalog(self.geometry, number, chunk)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and not files.is_vanished(error):
+                raise
+            if isinstance(error, ValueError):
+                logger.warning("cannot read %s: %s", self.chunk_path(CATALOG, number), error)
+            return [None] * len(places)
+        return [ids_of(records[place]) if holds[place] else None for place in places]
+
     def _write_segments(
         self, numbers: range, start: int, source: SegmentSource, temps: list[tuple[Path, Path]]
-    ) -> list[tuple[Segment, SegmentMap, Bytes]]:
+    ) -> list[tuple[Committed, Bytes]]:
         """Make the bytes of a few segments durable, under temporary names; adds these to ``temps``.
 
         Neither a segment nor its catalogue chunk is visible yet, so that they may get to the disk
         in any order.
         """
-        made: list[tuple[Segment, SegmentMap, Bytes]] = []
+        made: list[tuple[Committed, Bytes]] = []
         with contextlib.ExitStack() as stack:
             unsynced: list[int] = []
             for number in numbers:
@@ -331,13 +370,15 @@ class LaneGroup:
                 temps.append((temp, catalog_path))
                 files.write_all(fd, chunk)
                 unsynced.append(fd)
-                made.append((Segment(number, path, keys), segment_map, chunk))
+                records = chunk[:-4].view(self.geometry.record_dtype)[: len(keys)]
+                kinship = kinship_of(records, np.ones(len(keys), np.bool_))
+                made.append((Committed(Segment(number, path, keys), segment_map, kinship), chunk))
                 start += len(keys)
             for fd in unsynced:
                 files.sync_file(fd)
         return made
 
-    def _load_segment(self, number: int) -> tuple[Segment, SegmentMap]:
+    def _load_segment(self, number: int) -> Committed:
         chunk = files.read_bytes(self.chunk_path(CATALOG, number))
         records, holds = unpack_catalog(self.geometry, number, chunk)
         segment_map = map_of(self.geometry, records, holds)
@@ -346,7 +387,8 @@ class LaneGroup:
             PageKey(raw[32 * row : 32 * row + 32]) if held else None
             for row, held in enumerate(segment_map.holds.tolist())
         )
-        return Segment(number, self.chunk_path(KV, number), keys), segment_map
+        kinship = kinship_of(records[: len(keys)], segment_map.holds)
+        return Committed(Segment(number, self.chunk_path(KV, number), keys), segment_map, kinship)
 
     def _complete_lacking(self) -> None:
         for number, (chunk, num_keys) in self._lacking.items():

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.admission import AdmissionPolicy, AdmitAll
+from pagedkv.child_rows import Child
 from pagedkv.codec import Int8, Raw
 from pagedkv.errors import CorruptPageError, StoreError, StoreFullError
 from pagedkv.format import PackedRows, PageEntry, StoreRow, pack_row, unpack_row
@@ -18,6 +19,7 @@ from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
 from pagedkv.page_reader import PayloadViews
 from pagedkv.pool import SlotPool
+from pagedkv.prefix import Tokens
 from pagedkv.records import compiled
 from pagedkv.residency import Residency
 from pagedkv.spec import KVSpec, PageKey
@@ -100,6 +102,15 @@ class Mover:
         if self.store is None or not keys:
             return np.full(len(keys), -1, dtype=np.int64)
         return self.store.find_rows(keys, self.number)
+
+    def find_child(
+        self, parent: PageKey, tokens: Tokens, salt: bytes, extra: bytes, *, whole: bool
+    ) -> Child | None:
+        """What ``PageStore.find_child`` finds, without the lock."""
+        if self.store is None:
+            return None
+        with self.places.lock.unlocked:
+            return self.store.find_child(parent, tokens, salt, extra, self.number, whole=whole)
 
     def refresh(self) -> bool:
         """Look what other processes did to the store; whether anything has changed."""

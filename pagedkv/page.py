@@ -17,6 +17,11 @@ class PageState(IntEnum):
     """The slot's bytes are being written to disk: readable, but neither to change nor to free."""
 
 
+Scope = tuple[bytes, bytes]
+"""What goes into a page's key beside parent and tokens: salt and extra."""
+NO_SCOPE: Scope = (b"", b"")
+
+
 class Page:
     """One page and its places: a pool slot, a spill record, a store row, or several of them.
 
@@ -25,13 +30,14 @@ class Page:
     """
 
     __slots__ = (
+        "children",
         "exact",
         "key",
         "parent",
         "ranked",
         "ref_count",
         "row",
-        "salt",
+        "scope",
         "slot",
         "spill",
         "state",
@@ -44,7 +50,9 @@ class Page:
         self.parent: PageKey | None = None
         self.tokens: bytes | None = None
         """Token ids as int32: an array a page would cost another 100 bytes."""
-        self.salt: bytes = b""
+        self.scope: Scope = NO_SCOPE
+        self.children: Page | list[Page] | None = None
+        """The pages that follow it; ``PageIndex`` keeps them."""
         self.slot: int | None = None
         self.spill: int | None = None
         """Record of the spill file that holds exactly these bytes."""
@@ -58,9 +66,17 @@ class Page:
         """Whether the eviction policy has it among its candidates."""
         self.state: PageState = PageState.READY
 
-    def name(self, key: PageKey, parent: PageKey, tokens: Tokens, salt: bytes) -> None:
+    def name(
+        self, key: PageKey, parent: PageKey, tokens: Tokens, salt: bytes, extra: bytes = b""
+    ) -> None:
         """Give the page its key, and what the key was made of."""
-        self.key, self.parent, self.tokens, self.salt = key, parent, tokens.tobytes(), salt
+        self.key, self.parent, self.tokens = key, parent, tokens.tobytes()
+        self.scope = (salt, extra) if salt or extra else NO_SCOPE
+
+    @property
+    def salt(self) -> bytes:
+        """The tenant's salt, which is in the key."""
+        return self.scope[0]
 
     @property
     def is_shared(self) -> bool:

@@ -92,6 +92,7 @@ def replay_recorded(
                 store,
                 policy,
                 write_policy="write-through" if recorded.writes_through else "on-evict",
+                token_match=False,  # its tokens are made up; what was taken over is recorded
             )
         )
         replay = _Replay(recorded, cache)

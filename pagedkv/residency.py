@@ -10,6 +10,7 @@ from pagedkv.format import StoreRow
 from pagedkv.lock import CacheLock
 from pagedkv.memory import Numbers
 from pagedkv.page import Page, PageState
+from pagedkv.page_index import PageIndex
 from pagedkv.policy import EvictionPolicy
 from pagedkv.pool import SlotPool
 from pagedkv.retention import Retaining, Retention
@@ -49,7 +50,7 @@ class Residency:
         self.pool = pool
         self.lock = lock
         self.counters = counters
-        self.index: dict[PageKey, Page] = {}
+        self.index = PageIndex()
         """Pages with a key that are resident, or held by a sequence."""
         self.num_held = 0
         """Pages of live sequences, wherever they are."""
@@ -381,6 +382,7 @@ class Residency:
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if places, counts and rankings contradict each other."""
         self.pool.check_invariants()
+        self.index.check_invariants()
         owners = [page for page in self._owner if page is not None]
         assert self.pool.num_free == self.pool.num_slots - len(owners)
         ranked = set(self._policy.upcoming())

@@ -129,11 +129,10 @@ class RowWriter:
                 written += group.arrays.grow(stop)
                 made = group.commit(first, source)
             with self._contents.lock:
-                for segment, segment_map in made:
-                    segment.used_at[:] = used_at
-                    place = (self._lane, number, segment.number)
-                    self._contents.publish(place, segment, segment_map)
-                    written += group.nbytes_of(segment_map)
+                for one in made:
+                    one.segment.used_at[:] = used_at
+                    self._contents.publish(self._lane, number, one)
+                    written += group.nbytes_of(one.segment_map)
         finally:
             try:
                 self._space.release(nbytes, written=written)

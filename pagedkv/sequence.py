@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv import layer_scan, page_attention, slices
+from pagedkv import continuation, layer_scan, page_attention, slices
 from pagedkv.arrays import as_int, check_kinds
 from pagedkv.attention import attend
 from pagedkv.attention_rule import AttentionRule, rule_of
+from pagedkv.continuation import Part, Wish
 from pagedkv.errors import ClosedError, StoreError
 from pagedkv.format import PageEntry
 from pagedkv.group import LayerGroup
@@ -501,34 +502,27 @@ class Sequence:
         self._tokens = tokens[: num_pages * self._page_tokens]
         self._filled = [len(self._tokens)] * len(self._filled)
 
-    def resume_tail(self, tokens: Tokens, *, refresh: bool) -> None:
-        """Take the longest saved tail that goes on with ``tokens`` from the store.
+    def go_on_inside(self, tokens: Tokens, *, whole: bool, refresh: bool) -> None:
+        """Take the beginning of the cached page that goes on with ``tokens`` longest, as the tail.
 
         Args:
             tokens: Ids of the prompt.
-            refresh: Look what other processes have stored, if there is none.
+            whole: Only saved tails of which all tokens are wanted.
+            refresh: Look what other processes have stored, if not all is found.
         """
-        start = self.num_tokens
-        found = self._find_tail(tokens, start)
-        if found is None and refresh and start < len(tokens) and self._groups[0].refresh():
-            found = self._find_tail(tokens, start)
-        if found is None:
-            return
-        count, keys = found
-        pages: list[Page] = []
-        try:
-            for table, group, key in zip(self._tables, self._groups, keys, strict=True):
-                page = group.load_tail(key, table[-1] if table else None)
-                if page is None:
-                    break
-                pages.append(page)
-        finally:
-            if len(pages) < len(self._groups):
-                for group, page in zip(self._groups, pages, strict=False):
-                    group.release([page])
-        if len(pages) < len(self._groups):
-            return
-        for table, page in zip(self._tables, pages, strict=True):
+        start, at = self.num_tokens, len(self._keys[0])
+        parts = [
+            Part(
+                group=group,
+                parent=self._parent(number, at),
+                last=self._tables[number][-1] if self._tables[number] else None,
+            )
+            for number, group in enumerate(self._groups)
+        ]
+        rest, extra = tokens[start : start + self._page_tokens], _extra_of(self._extra, at)
+        wish = Wish(tokens=rest, salt=self._salt, extra=extra, whole=whole)
+        count, pages = continuation.copy_longest(parts, wish, refresh=refresh)
+        for table, page in zip(self._tables, pages, strict=False):
             table.append(page)
         self._tokens = tokens[: start + count]
         self._filled = [start + count] * len(self._filled)
@@ -571,15 +565,6 @@ class Sequence:
             with slices.gather(moves, part, local, self._spare[number]) as (k, v):
                 attention.attend(start, k[: num_tokens - start], v[: num_tokens - start])
         return attention.result()
-
-    def _find_tail(self, tokens: Tokens, start: int) -> tuple[int, list[PageKey]] | None:
-        """Length and keys of the longest stored tail of ``tokens`` behind ``start``."""
-        for count in range(min(len(tokens) - start, self._page_tokens - 1), 0, -1):
-            tail = tokens[start : start + count]
-            keys = [self._next_key(number, tail) for number in range(len(self._groups))]
-            if all(group.is_stored(key) for group, key in zip(self._groups, keys, strict=True)):
-                return count, keys
-        return None
 
     def _pages(self, number: int, first: int, num_tokens: int) -> list[Page]:
         """Pages of one group's first tokens, from page ``first`` on, which was not dropped."""
@@ -636,7 +621,8 @@ class Sequence:
             key = self._next_key(number, tokens)
             if at >= self._num_dropped:
                 place, parent = at - self._num_dropped, self._parent(number, at)
-                table[place] = group.give_key(table[place], key, parent, tokens, self._salt)
+                extra = _extra_of(self._extra, at)
+                table[place] = group.give_key(table[place], key, parent, tokens, self._salt, extra)
                 named.append(table[place])
             keys.append(key)
         return named

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pagedkv import files, open_stores, opening
 from pagedkv.catalog import entry_of
+from pagedkv.child_rows import Child
 from pagedkv.codec import Codec
 from pagedkv.contents import Contents
 from pagedkv.errors import (
@@ -37,6 +38,7 @@ from pagedkv.lane import LaneGroup, Segment
 from pagedkv.lane_lock import LaneLock
 from pagedkv.memory import Numbers, PageArrays
 from pagedkv.page_reader import PageReader, PayloadViews
+from pagedkv.prefix import Tokens
 from pagedkv.reclaim import CollectReport, Keep
 from pagedkv.row_reader import RowReader
 from pagedkv.row_writer import RowWriter
@@ -284,6 +286,42 @@ class PageStore:
         """
         self._check_open()
         return self._contents.find_withdrawn(key, self._check_group(group))
+
+    def find_child(
+        self,
+        parent: PageKey,
+        tokens: Tokens,
+        salt: bytes = b"",
+        extra: bytes = b"",
+        group: int = 0,
+        *,
+        whole: bool = False,
+    ) -> Child | None:
+        """The page, or saved tail, after ``parent`` that begins most like ``tokens``.
+
+        Only pages whose tokens the catalogue tells are found by a part of them; a saved tail also
+        if ``tokens`` begin with all of its own.
+
+        Args:
+            parent: Key of the page before; the spec's root key where there is none.
+            tokens: Ids of what follows.
+            salt: Only pages of this salt are found,
+            extra: and of this extra.
+            group: Index into ``specs``.
+            whole: Only saved tails of which all tokens are wanted.
+
+        Returns:
+            Its key, and how many tokens are the same, at least one; None if there is no such page.
+            Other processes' pages are found as by ``find``.
+
+        Raises:
+            StoreError: The disk failed.
+        """
+        self._check_open()
+        number, ids = self._check_group(group), tokens.astype("<i4", copy=False).tobytes()
+        look = self._contents.find_tail if whole else self._contents.find_child
+        with files.translated(self.path, "look for a page in"):
+            return look(number, parent, ids, salt, extra)
 
     def refresh(self) -> bool:
         """Notice what other processes have committed or removed; whether anything changed.

@@ -55,6 +55,28 @@ class KnownPage:
     """Whether it must be found after a crash."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Of which tokens a page, or saved tail, is."""
+
+    before: tuple[int, ...]
+    ids: tuple[int, ...]
+    salt: bytes
+    extra: bytes
+
+    @classmethod
+    def of(cls, ids: Sequence[int], part: slice, salt: bytes, extra: bytes | None) -> "Head":
+        return cls(
+            before=tuple(ids[: part.start]), ids=tuple(ids[part]), salt=salt, extra=extra or b""
+        )
+
+    def num_common(self, ids: Sequence[int], start: int, salt: bytes, extra: bytes | None) -> int:
+        """How many leading tokens it shares with ``ids`` from ``start`` on; 0 if it may not."""
+        same = self.before == tuple(ids[:start]) and (self.salt, self.extra) == (salt, extra or b"")
+        pairs = zip(self.ids, ids[start:], strict=False)
+        return _leading(one == other for one, other in pairs) if same else 0
+
+
 class KnownPages:
     """Pages by key. Where nothing is forgotten, the first bytes under a key are there for ever."""
 
@@ -103,6 +125,11 @@ class KnownPages:
     def num_possible(self, page_ids: Sequence[PageId]) -> int:
         """Pages of the leading run that may be found."""
         return _leading(page_id in self._pages for page_id in page_ids)
+
+    def contents_of(self, page_id: PageId) -> set[bytes]:
+        """What may be found under a key."""
+        known = self._pages.get(page_id)
+        return set() if known is None else known.contents
 
     def certain_ids(self) -> list[PageId]:
         """All that must be found."""

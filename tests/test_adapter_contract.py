@@ -39,15 +39,15 @@ FAULTS: list[tuple[type[LoopInSteps], str, dict[str, Any]]] = [
     ),
     # reuse
     (faulty.CountsTheWholePrompt, "nothing_is_reused_from_an_empty_cache", {}),
-    (faulty.NeverCommits, "a_prompt_that_comes_again_reuses_its_full_pages", {"place": "pool"}),
+    (faulty.NeverCommits, "a_prompt_that_comes_again_is_reused", {"place": "pool"}),
     (
         faulty.CommitsOtherTokens,
-        "a_prompt_that_comes_again_reuses_its_full_pages",
+        "a_prompt_that_comes_again_is_reused",
         {"place": "disk"},
     ),
     (
         faulty.HasAFingerprintForEachRun,
-        "a_prompt_that_comes_again_reuses_its_full_pages",
+        "a_prompt_that_comes_again_is_reused",
         {"place": "restart"},
     ),
     (
@@ -57,10 +57,10 @@ FAULTS: list[tuple[type[LoopInSteps], str, dict[str, Any]]] = [
     ),
     (
         faulty.CountsPositionsFromWhatWasReused,
-        "prompts_that_share_a_part_share_its_full_pages",
+        "prompts_that_share_a_part_share_its_tokens",
         {"place": "restart"},
     ),
-    (faulty.CountsTheWholePrompt, "less_than_a_page_is_not_shared", {}),
+    (faulty.CountsTheWholePrompt, "less_than_a_page_is_shared_too", {}),
     (
         faulty.CommitsThePromptOnly,
         "a_second_turn_reuses_the_pages_of_the_first_answer",

@@ -66,7 +66,15 @@ def check(results: list[dict[str, Any]]) -> None:
         elif result["unit"].startswith(("GB/s", "%")):
             assert result["ratio"] == pytest.approx(result["ours"] / result["peer"])
         else:
-            assert result["unit"] in {"µs a page", "s", "ms", "bytes a page", "MiB", "% of slices"}
+            assert result["unit"] in {
+                "µs a page",
+                "µs a prompt",
+                "s",
+                "ms",
+                "bytes a page",
+                "MiB",
+                "% of slices",
+            }
             if result["ours"]:
                 assert result["ratio"] == pytest.approx(result["peer"] / result["ours"])
     assert len({(result["case"], result["peer_name"]) for result in results}) == len(results)
@@ -113,6 +121,14 @@ def test_policies_on_a_trace(tmp_path: Path) -> None:
     bound = [r for r in results if r["peer_name"] == "clairvoyant"]
     assert all(r["ours"] <= r["peer"] for r in bound)
     assert bound[-1]["peer"] == pytest.approx(100 * (1 - 4 / 320))
+
+
+@pytest.mark.parametrize("part", ["long-prompt", "siblings", "branching"])
+def test_match(part: str, tmp_path: Path) -> None:
+    results = run("match.py", tmp_path, "--part", part)
+    check(results)
+    if part == "branching":
+        assert all(result["ratio"] > 1 for result in results)
 
 
 @needs_peers

@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from cache_model import (
+    Head,
     KnownPages,
     ModelSequence,
     PageId,
@@ -171,6 +172,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.was_damaged = False
         self.pages = KnownPages(lossy=self.is_lossy)
         self.tails = KnownPages(lossy=self.is_lossy)
+        self.heads: dict[PageId, Head] = {}
         self.sequences: list[tuple[pk.Sequence, ModelSequence]] = []
         self.acquired: list[tuple[ExitStack, list[Array], list[bytes]]] = []
         self.gathered: list[Gathered] = []
@@ -237,6 +239,9 @@ class CacheMachine(RuleBasedStateMachine):
         for at in range(num_pages):
             part = names[at * PAGE_TOKENS : (at + 1) * PAGE_TOKENS]
             pages[at] = page_of(spec, part, first_layer, finite=self.is_lossy)
+        for at, key in enumerate(keys):
+            part = slice(at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS)
+            self.heads[number, key] = Head.of(ids, part, salt, extra)
         self.put_pages(number, keys, pages)
         if twice:
             self.put_pages(number, keys, pages)
@@ -375,26 +380,43 @@ class CacheMachine(RuleBasedStateMachine):
             lows.append(self.pages.num_certain(page_ids))
             highs.append(self.pages.num_possible(page_ids))
         low, high = min(lows) * PAGE_TOKENS, min(highs) * PAGE_TOKENS
-        low += self.num_tail_tokens(ids, low, salt, extra, KnownPages.num_certain)
+        low += max(
+            self.num_tail_tokens(ids, low, salt, extra),
+            self.num_head_tokens(ids, low, salt, extra, certain=True) if self.store_tokens else 0,
+        )
         high = max(
-            start + self.num_tail_tokens(ids, start, salt, extra, KnownPages.num_possible)
+            start + self.num_head_tokens(ids, start, salt, extra, certain=False)
             for start in range(0, high + 1, PAGE_TOKENS)
         )
         assert reused <= high, "tokens were reused that nobody has computed"
         if self.keeps_all:
             assert low <= reused, "a cached prefix was not found"
 
-    def num_tail_tokens(
-        self, ids: list[int], start: int, salt: bytes, extra: bytes | None, num_known: Any
-    ) -> int:
+    def num_tail_tokens(self, ids: list[int], start: int, salt: bytes, extra: bytes | None) -> int:
+        """Tokens of the longest saved tail behind the first tokens that must be found."""
         for count in range(min(PAGE_TOKENS - 1, len(ids) - start), 0, -1):
             tail_ids = [
                 (number, tail_key(spec, ids[: start + count], count, salt, extra))
                 for number, spec in enumerate(self.specs)
             ]
-            if num_known(self.tails, tail_ids) == len(tail_ids):
+            if self.tails.num_certain(tail_ids) == len(tail_ids):
                 return count
         return 0
+
+    def num_head_tokens(
+        self, ids: list[int], start: int, salt: bytes, extra: bytes | None, *, certain: bool
+    ) -> int:
+        """Tokens that the best page or tail behind the first tokens shares, in each group."""
+        counts = [0] * self.num_groups
+        for page_id, head in self.heads.items():
+            if self.is_known(page_id, certain=certain):
+                num_common = head.num_common(ids, start, salt, extra)
+                counts[page_id[0]] = max(counts[page_id[0]], num_common)
+        return min(*counts, PAGE_TOKENS - 1) if counts else 0
+
+    def is_known(self, page_id: PageId, *, certain: bool) -> bool:
+        count = KnownPages.num_certain if certain else KnownPages.num_possible
+        return any(count(known, [page_id]) for known in (self.pages, self.tails))
 
     def adopt_reused(self, seq: pk.Sequence, model: ModelSequence, reused: int) -> bool:
         """Take over what the sequence was given, and check that it is what was once put in."""
@@ -413,9 +435,28 @@ class CacheMachine(RuleBasedStateMachine):
             num_tail = reused % PAGE_TOKENS
             if num_tail:
                 tail = model.page(spec, first_layer, reused - num_tail, reused)
-                key = tail_key(spec, model.ids[:reused], num_tail, model.salt, model.extra)
-                self.tails.found((number, key), tail, certain=self.keeps_all)
+                self.check_head(number, model, reused, tail)
         return True
+
+    def check_head(self, number: int, model: ModelSequence, reused: int, tail: Array) -> None:
+        """A page of which a part was taken over must be one that was once put in."""
+        start = reused // PAGE_TOKENS * PAGE_TOKENS
+        count, spec = reused - start, self.specs[number]
+        sources = [
+            page_id
+            for page_id, head in self.heads.items()
+            if page_id[0] == number
+            and head.num_common(model.ids, start, model.salt, model.extra) >= count
+        ]
+        contents = (
+            np.frombuffer(content, spec.np_dtype).reshape(spec.page_shape)
+            for page_id in sources
+            for known in (self.pages, self.tails)
+            for content in known.contents_of(page_id)
+        )
+        assert any(bits(page[:, :, :count]) == bits(tail[:, :, :count]) for page in contents), (
+            "a part of a page came out that nobody has put in"
+        )
 
     @precondition(lambda self: self.sequences)
     @rule(pick=picks, count=counts, fresh=st.lists(token_ids, min_size=1), named=st.booleans())
@@ -504,6 +545,9 @@ class CacheMachine(RuleBasedStateMachine):
                 start, stop = at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS
                 page = model.page(spec, self.first_layers[number], start, stop)
                 sure = self.keeps_all and not failed
+                self.heads[number, keys[at]] = Head.of(
+                    model.ids, slice(start, stop), model.salt, model.extra
+                )
                 self.pages.learn(spec, (number, keys[at]), page, certain=sure)
         model.num_named = len(seq.tokens) if failed else max(old, count)
 
@@ -550,6 +594,9 @@ class CacheMachine(RuleBasedStateMachine):
                 tail = model.page(spec, self.first_layers[number], length - num_tail, length)
                 key = tail_key(spec, model.ids[:length], num_tail, model.salt, model.extra)
                 sure = self.keeps_all and not failed
+                self.heads[number, key] = Head.of(
+                    model.ids, slice(length - num_tail, length), model.salt, model.extra
+                )
                 self.tails.learn(spec, (number, key), tail, certain=sure)
                 self.tails.mark_durable([(number, key)])
 

@@ -125,12 +125,12 @@ def test_pages_that_were_moved_are_committed_like_new_ones(
     records = np.array(before.records[2:4], form.geometry.record_dtype)
     made = group.commit(3, MovedPages(form, records, before.stored[2:4]))
     group.write_columns()
-    assert [(segment.number, segment.keys) for segment, _ in made] == [
+    assert [(one.segment.number, one.segment.keys) for one in made] == [
         (3, (make_key(2), make_key(3)))
     ]
     again = LaneGroup(tmp_path / "group-0", form)
     loaded = again.load()
-    assert [segment.number for segment, _ in loaded] == [0, 1, 2, 3]
+    assert [one.segment.number for one in loaded] == [0, 1, 2, 3]
     for array in ("key", "parent", "tokens", "num_tokens"):
         old = group.chunk_path(array, 0).read_bytes()
         moved = group.chunk_path(array, 3).read_bytes()

@@ -291,6 +291,7 @@ def test_a_miss_asks_once_what_others_have_stored(
         if how == "tail":
             hidden = {entry.key for _, entry in store.entries() if entry.num_tokens < 4}
         find, find_rows, num_calls = store.find, store.find_rows, 0
+        find_child = store.find_child
 
         def refresh() -> bool:
             nonlocal num_calls
@@ -306,6 +307,9 @@ def test_a_miss_asks_once_what_others_have_stored(
             store,
             "find_rows",
             lambda ks, g=0: np.where([k in hidden for k in ks], -1, find_rows(ks, g)),
+        )
+        monkeypatch.setattr(
+            store, "find_child", lambda *a, **b: None if hidden else find_child(*a, **b)
         )
         if how == "match":
             assert cache.match(keys) == 2

@@ -25,8 +25,8 @@ pytestmark = [
 ]
 
 NUM_PROMPT = 300
-NUM_REUSABLE = 288
-"""Tokens in the full pages of the prompt."""
+NUM_REUSABLE = 299
+"""Tokens of the prompt that its pages have, but for the last: an answer of a few fills the last."""
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_prompt_lookup_decoding_drops_the_tokens_that_were_rejected(
     cache.commit(output.sequences)
     cache.close()
     again = PagedCache.from_prompt(model, output.sequences, kv)
-    assert again.num_reused_tokens == NUM_REUSABLE
+    assert again.num_reused_tokens == 288
     output = generate(model, repeated, PagedCache.from_prompt(model, repeated, kv))
     assert torch.equal(output.sequences, expected.sequences)
 
@@ -268,7 +268,7 @@ def test_threads_share_a_small_pool(model: PreTrainedModel, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("restart", [False, True], ids=["in memory", "after a restart"])
 @pytest.mark.parametrize("name", tiny.SUPPORTED)
-def test_a_prompt_reuses_the_full_pages_of_its_prefix(
+def test_a_prompt_reuses_its_prefix_to_the_token(
     name: str, restart: bool, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     model = tiny.SUPPORTED[name]()
@@ -285,7 +285,7 @@ def test_a_prompt_reuses_the_full_pages_of_its_prefix(
     stats = kv.stats()
     kv.check_invariants()
     kv.close()
-    assert cache.num_reused_tokens == 192
+    assert cache.num_reused_tokens == 200
     assert stats.num_store_hits > 0
     assert torch.equal(output.sequences, expected.sequences)
     assert largest_difference(output, expected) < 1e-5
@@ -357,7 +357,7 @@ def test_a_saved_sequence_resumes_to_the_token(
     assert torch.equal(resumed.sequences, expected.sequences)
 
 
-def test_a_saved_tail_is_not_reused_by_a_prompt_that_differs_in_it(
+def test_of_a_saved_tail_only_what_agrees_is_reused(
     model: PreTrainedModel, prompt: torch.Tensor, kv: pk.PagedKVCache
 ) -> None:
     with PagedCache.from_prompt(model, prompt, kv) as cache:
@@ -368,7 +368,7 @@ def test_a_saved_tail_is_not_reused_by_a_prompt_that_differs_in_it(
     other[0, 306] = (other[0, 306] + 1) % tiny.VOCABULARY  # the tail is 304..307
     expected = generate(model, other, usual_cache(model))
     cache = PagedCache.from_prompt(model, other, kv)
-    assert cache.num_reused_tokens == 304
+    assert cache.num_reused_tokens == 306
     assert torch.equal(generate(model, other, cache).sequences, expected.sequences)
 
 
@@ -515,7 +515,7 @@ def test_commit_refuses_ids_that_contradict_the_prompt_and_changes_nothing(
     kv.check_invariants()
     cache.commit(output)
     cache.close()
-    assert PagedCache.from_prompt(model, wrong, kv).num_reused_tokens < NUM_PROMPT - 5
+    assert PagedCache.from_prompt(model, wrong, kv).num_reused_tokens <= position
     again = PagedCache.from_prompt(model, prompt, kv)
     assert again.num_reused_tokens == NUM_REUSABLE
     assert torch.equal(generate(model, prompt, again).sequences, output)

@@ -31,7 +31,7 @@ def spec_for(model: Model, page_tokens: int = 16) -> pk.KVSpec:
 
     Args:
         model: The model.
-        page_tokens: Tokens of a page: prefixes are shared in full pages.
+        page_tokens: Tokens of a page; only full pages are kept for others.
     """
     return pk.KVSpec(
         num_layers=model.config.num_layers,
@@ -79,7 +79,8 @@ def generate(
         raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
 
     # The sequence begins with the longest cached prefix of these tokens: full pages that anyone has
-    # committed under the same salt, in this process or, through the store, in another. Leaving the
+    # committed under the same salt, in this process or, through the store, in another, and a copy
+    # of the tokens that the best next page shares, so that it may end inside a page. Leaving the
     # `with` block gives them up, also on an error: no page, slot or record stays behind.
     with cache.open_sequence(ids, salt=salt) as sequence:
         # The cache has keys and values, but no logits, and the answer begins with the logits of

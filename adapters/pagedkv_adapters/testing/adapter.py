@@ -94,15 +94,25 @@ class AdapterUnderTest(ABC, Generic[Engine]):
         """The new tokens that the engine generates greedily without PagedKV."""
 
     def reusable(self, num_common: int, num_prompt: int) -> int:
-        """Tokens of a prompt that must be reused: full pages, but never its last token.
+        """Tokens of a prompt that must be reused: all that are cached, but never its last token.
 
         Override it for an engine that cannot begin within a page.
 
         Args:
-            num_common: Leading tokens that the prompt shares with what the cache has.
+            num_common: Leading tokens that the prompt shares with full pages of the cache; they
+                may end inside one.
             num_prompt: Tokens of the prompt.
         """
-        return min(num_common // self.page_tokens * self.page_tokens, num_prompt - 1)
+        return min(num_common, num_prompt - 1)
+
+    def in_full_pages(self, num_tokens: int) -> int:
+        """How many of so many tokens are in full pages: these are found by others."""
+        return num_tokens // self.page_tokens * self.page_tokens
+
+    def reusable_again(self, prompt: Ids) -> int:
+        """Tokens that must be reused of a prompt that was answered before."""
+        num_cached = self.in_full_pages(len(prompt) + self.num_new_tokens - 1)
+        return self.reusable(min(len(prompt), num_cached), len(prompt))
 
     # -- what the tests are made of ----------------------------------------------------------
 

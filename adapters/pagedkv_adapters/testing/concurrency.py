@@ -51,6 +51,6 @@ class Concurrency(AdapterUnderTest[Engine]):
         engines = [self.make_engine(seed) for seed in range(2)]
         prompt = self.long_prompt()
         with self.open_cache(engines[0]) as one, self.open_cache(engines[1]) as other:
-            for expected in (0, self.reusable(len(prompt), len(prompt))):
+            for expected in (0, self.reusable_again(prompt)):
                 for engine, cache in zip(engines, (one, other), strict=True):
                     assert self.check_answer(engine, prompt, cache) == expected

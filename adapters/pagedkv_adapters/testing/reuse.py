@@ -22,9 +22,7 @@ class Reuse(AdapterUnderTest[Engine]):
             assert self.check_answer(engine, self.long_prompt(), cache) == 0
 
     @in_every_place
-    def test_a_prompt_that_comes_again_reuses_its_full_pages(
-        self, place: Place, tmp_path: Path
-    ) -> None:
+    def test_a_prompt_that_comes_again_is_reused(self, place: Place, tmp_path: Path) -> None:
         """If nothing is reused, commit it; if only after a restart, look at the fingerprint.
 
         If the tokens are wrong, the positions of what is computed do not go on from what is reused.
@@ -32,7 +30,7 @@ class Reuse(AdapterUnderTest[Engine]):
         prompt = self.long_prompt()
         with self.answered(prompt, place, tmp_path) as (engine, cache, _):
             num_reused = self.check_answer(engine, prompt, cache)
-            assert num_reused == self.reusable(len(prompt), len(prompt))
+            assert num_reused == self.reusable_again(prompt)
 
     @in_every_place
     def test_the_last_token_of_a_cached_prompt_is_computed_again(
@@ -42,14 +40,15 @@ class Reuse(AdapterUnderTest[Engine]):
         prompt = self.prompt(3 * self.page_tokens)  # all of it is in full pages
         with self.answered(prompt, place, tmp_path) as (engine, cache, so_far):
             num_reused = self.check_answer(engine, prompt, cache)
-            assert num_reused == self.reusable(len(prompt), len(prompt)) < len(prompt)
+            assert num_reused == self.reusable_again(prompt) < len(prompt)
             self.check_pages(engine, so_far, cache)
 
     @in_every_place
-    def test_prompts_that_share_a_part_share_its_full_pages(
-        self, place: Place, tmp_path: Path
-    ) -> None:
-        """A page is shared up to the first token that differs; behind it all is computed."""
+    def test_prompts_that_share_a_part_share_its_tokens(self, place: Place, tmp_path: Path) -> None:
+        """All is reused up to the first token that differs, inside a page; behind it, computed.
+
+        If the tokens are wrong, the engine takes the number of reused tokens for full pages.
+        """
         prompt = self.long_prompt()
         num_common = 2 * self.page_tokens + 3
         other = np.concatenate([prompt[:num_common], self.prompt(2 * self.page_tokens, seed=1)])
@@ -60,13 +59,15 @@ class Reuse(AdapterUnderTest[Engine]):
             self.check_pages(engine, other, cache)
             self.check_pages(engine, so_far, cache)
 
-    def test_less_than_a_page_is_not_shared(self, tmp_path: Path) -> None:
-        """Only full pages are shared."""
+    def test_less_than_a_page_is_shared_too(self, tmp_path: Path) -> None:
+        """The tokens before the first that differs are copied out of the page."""
         prompt = self.long_prompt()
         other = prompt.copy()
         other[self.page_tokens - 1] = (other[self.page_tokens - 1] + 1) % self.num_token_ids
         with self.answered(prompt, "pool", tmp_path) as (engine, cache, _):
-            assert self.check_answer(engine, other, cache) == 0
+            num_reused = self.check_answer(engine, other, cache)
+            assert num_reused == self.reusable(self.page_tokens - 1, len(other))
+            self.check_pages(engine, other, cache)
 
     @in_every_place
     def test_a_second_turn_reuses_the_pages_of_the_first_answer(
@@ -78,7 +79,7 @@ class Reuse(AdapterUnderTest[Engine]):
             assert len(so_far) // self.page_tokens > len(prompt) // self.page_tokens
             second = np.concatenate([so_far, self.prompt(self.page_tokens + 2, seed=1)])
             num_reused = self.check_answer(engine, second, cache)
-            assert num_reused == self.reusable(len(so_far), len(second))
+            assert num_reused == self.reusable(self.in_full_pages(len(so_far)), len(second))
             self.check_pages(engine, second, cache)
 
     def test_a_last_token_that_was_not_computed_is_not_reused(self, tmp_path: Path) -> None:
@@ -91,8 +92,8 @@ class Reuse(AdapterUnderTest[Engine]):
             self.check_pages(engine, so_far, cache)
             second = np.concatenate([so_far, self.prompt(self.page_tokens + 2, seed=1)])
             num_reused = self.check_answer(engine, second, cache)
-            computed = self.reusable(len(so_far), len(second))
-            assert num_reused in (self.reusable(len(so_far) - 1, len(second)), computed)
+            counts = (self.in_full_pages(len(so_far) - 1), self.in_full_pages(len(so_far)))
+            assert num_reused in [self.reusable(count, len(second)) for count in counts]
 
     def test_another_salt_shares_nothing(self, tmp_path: Path) -> None:
         """Give the salt to ``open_sequence``."""
@@ -102,12 +103,12 @@ class Reuse(AdapterUnderTest[Engine]):
             assert self.check_answer(engine, prompt, cache, salt=b"two") == 0
             assert self.check_answer(engine, prompt, cache, salt=b"") == 0
             num_reused = self.check_answer(engine, prompt, cache, salt=b"one")
-            assert num_reused == self.reusable(len(prompt), len(prompt))
+            assert num_reused == self.reusable_again(prompt)
 
     def test_an_int8_store_is_reused_after_a_restart(self, tmp_path: Path) -> None:
         """Rounded, so that nothing is promised about the tokens."""
         engine, prompt = self.make_engine(seed=0), self.long_prompt()
-        for expected in (0, self.reusable(len(prompt), len(prompt))):
+        for expected in (0, self.reusable_again(prompt)):
             with self.open_cache(engine, tmp_path / "cache.zarr", codec="int8") as cache:
                 generated = self.generate(engine, prompt, cache, self.num_new_tokens, b"")
             assert generated.num_reused_tokens == expected

@@ -150,44 +150,47 @@ def one_after_the_other(*parts: Requests) -> Requests:
     return requests
 
 
-def named(scale: int = 1) -> Iterator[tuple[str, Requests]]:
+def named(scale: float = 1) -> Iterator[tuple[str, Requests]]:
     """All of them, with names, about ``40_000 * scale`` blocks each."""
-    n = scale
-    yield "uniform prefixes", uniform_prefixes(4000 * n, prefixes=200)
-    yield "Zipf prefixes", zipf_prefixes(4000 * n, prefixes=500)
-    yield "cyclic scan, 60", cyclic_scan(4000 * n, documents=6)
-    yield "cyclic scan, 600", cyclic_scan(4000 * n, documents=60)
-    yield "cyclic scan, 2,000", cyclic_scan(4000 * n, documents=200)
-    yield "one-hit", one_hit(4000 * n)
-    yield "agents, 5", agents(1500 * n, at_once=5)
-    yield "agents, 40", agents(1500 * n, at_once=40)
-    yield "system prompts", system_prompts(1000 * n, prompts=40)
-    yield "chats, short pause", chats(2500 * n, users=3, pause=20)
-    yield "chats, long pause", chats(2500 * n, users=3, pause=300)
-    yield "working set", recent_sets(6000 * n, working=50, change=0.02)
-    yield "working set, fast", recent_sets(6000 * n, working=20, change=0.2)
+
+    def n(requests: int) -> int:
+        return max(10, round(scale * requests))
+
+    yield "uniform prefixes", uniform_prefixes(n(4000), prefixes=200)
+    yield "Zipf prefixes", zipf_prefixes(n(4000), prefixes=500)
+    yield "cyclic scan, 60", cyclic_scan(n(4000), documents=6)
+    yield "cyclic scan, 600", cyclic_scan(n(4000), documents=60)
+    yield "cyclic scan, 2,000", cyclic_scan(n(4000), documents=200)
+    yield "one-hit", one_hit(n(4000))
+    yield "agents, 5", agents(n(1500), at_once=5)
+    yield "agents, 40", agents(n(1500), at_once=40)
+    yield "system prompts", system_prompts(n(1000), prompts=40)
+    yield "chats, short pause", chats(n(2500), users=3, pause=20)
+    yield "chats, long pause", chats(n(2500), users=3, pause=300)
+    yield "working set", recent_sets(n(6000), working=50, change=0.02)
+    yield "working set, fast", recent_sets(n(6000), working=20, change=0.2)
     phases = {
         "scan, then working set": (
-            cyclic_scan(2000 * n, documents=200),
-            recent_sets(3000 * n, working=50, change=0.02),
+            cyclic_scan(n(2000), documents=200),
+            recent_sets(n(3000), working=50, change=0.02),
         ),
         "Zipf, then agents": (
-            zipf_prefixes(2000 * n, prefixes=500),
-            agents(750 * n, at_once=10),
+            zipf_prefixes(n(2000), prefixes=500),
+            agents(n(750), at_once=10),
         ),
-        "one-hit, then chats": (one_hit(2000 * n), chats(1200 * n, users=3, pause=20)),
+        "one-hit, then chats": (one_hit(n(2000)), chats(n(1200), users=3, pause=20)),
         "chats, then other chats": (
-            chats(1200 * n, users=3, pause=300),
-            chats(1200 * n, users=3, pause=10, seed=1),
+            chats(n(1200), users=3, pause=300),
+            chats(n(1200), users=3, pause=10, seed=1),
         ),
         "agents, then one-hit, then agents": (
-            agents(700 * n, at_once=10),
-            one_hit(1500 * n),
-            agents(700 * n, at_once=10, seed=1),
+            agents(n(700), at_once=10),
+            one_hit(n(1500)),
+            agents(n(700), at_once=10, seed=1),
         ),
         "Zipf, then another Zipf": (
-            zipf_prefixes(2000 * n, prefixes=300),
-            zipf_prefixes(2000 * n, prefixes=300, seed=1),
+            zipf_prefixes(n(2000), prefixes=300),
+            zipf_prefixes(n(2000), prefixes=300, seed=1),
         ),
     }
     for name, parts in phases.items():

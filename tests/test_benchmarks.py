@@ -95,7 +95,9 @@ def test_store(part: str, tmp_path: Path) -> None:
         assert {"plain file, fsync", "plain file, fsync, CRC32C"} <= peers
 
 
-@pytest.mark.parametrize("part", ["hit-rates", "ours", "halves", "speed", "admission", "objects"])
+@pytest.mark.parametrize(
+    "part", ["hit-rates", "ours", "halves", "workloads", "speed", "admission", "objects"]
+)
 def test_policies(part: str, tmp_path: Path) -> None:
     results = run("policies.py", tmp_path, "--part", part)
     assert results

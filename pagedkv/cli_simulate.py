@@ -1,23 +1,21 @@
 """The command ``pagedkv simulate``."""
 
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagedkv.cli_output import JsonOption, console, print_json, progress_bar
+
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pagedkv.admission import AdmissionPolicy
     from pagedkv.cost_model import CostModel
     from pagedkv.simulate import SimulationResult
     from pagedkv.trace import Trace
-
-Progress = Callable[[int, int], None]
 
 _SHARES = (0.01, 0.05, 0.1, 0.3)
 """Of the trace's different pages: the sizes that are simulated by default."""
@@ -116,7 +114,7 @@ def simulate(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over the plot's file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Tell what a cache would have hit: a trace replayed under eviction policies.
 
@@ -158,7 +156,7 @@ def simulate(
         return
     read = _read(trace, page_tokens, nbytes, shown=not as_json)
     sizes = sizes or _default_sizes(read)
-    with _progress("simulating", shown=not as_json) as progress:
+    with progress_bar("simulating", shown=not as_json) as progress:
         results = run(
             read,
             names,
@@ -171,22 +169,20 @@ def simulate(
     if plot is not None:
         from pagedkv.hit_rate_plot import plot_hit_rates
 
-        curves = _curves(read, names, store_slots, admission, shown=not as_json)
+        curves = _curves(read, names, store_slots, admitting, shown=not as_json)
         plot_hit_rates([*results, *curves], plot, f"{trace.name}: {read.num_pages:,} pages")
     if as_json:
-        typer.echo(json.dumps([asdict(result) for result in results], indent=2))
+        print_json([asdict(result) for result in results])
         return
-    from rich.console import Console
-
-    console = Console(highlight=False)
     title = (
         f"{trace.name}: {read.num_requests:,} requests, {read.num_pages:,} pages,"
         f" {read.num_distinct:,} different"
     )
-    console.print(_table(title, results))
-    console.print(_footer(read, results), highlight=False, soft_wrap=True)
+    out = console()
+    out.print(_table(title, results))
+    out.print(_footer(read, results))
     if plot is not None:
-        console.print(f"Plot: {plot}", soft_wrap=True)
+        out.print(f"Plot: {plot}")
 
 
 def _refuse_for_recorded(options: Mapping[str, object]) -> None:
@@ -206,7 +202,7 @@ def _simulate_recorded(
     from pagedkv.simulate import CLAIRVOYANT
     from pagedkv.simulate_recorded import simulate_recorded
 
-    with _progress(f"reading {path.name}", shown=not as_json) as progress:
+    with progress_bar(f"reading {path.name}", shown=not as_json) as progress:
         recorded = read_recorded(path, progress)
     names = _policies(policies or [recorded.policy])
     if policies and CLAIRVOYANT in policies:
@@ -214,7 +210,7 @@ def _simulate_recorded(
             f"{CLAIRVOYANT!r} needs a trace of requests: what a live cache is asked next depends "
             "on what it hit"
         )
-    with _progress("simulating", shown=not as_json) as progress:
+    with progress_bar("simulating", shown=not as_json) as progress:
         results = simulate_recorded(
             recorded,
             [name for name in names if name != CLAIRVOYANT],
@@ -223,12 +219,9 @@ def _simulate_recorded(
             progress=progress,
         )
     if as_json:
-        typer.echo(json.dumps([asdict(result) for result in results], indent=2))
+        print_json([asdict(result) for result in results])
         return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(_table(f"{path.name}: recorded under {recorded.policy}", results))
+    console().print(_table(f"{path.name}: recorded under {recorded.policy}", results))
 
 
 def _policies(names: list[str]) -> list[str]:
@@ -268,7 +261,7 @@ def _default_sizes(trace: "Trace") -> list[int]:
 def _read(path: Path, page_tokens: int | None, page_nbytes: int | None, *, shown: bool) -> "Trace":
     from pagedkv.traces import read_trace
 
-    with _progress(f"reading {path.name}", shown=shown) as progress:
+    with progress_bar(f"reading {path.name}", shown=shown) as progress:
         trace = read_trace(
             path, page_tokens=page_tokens, page_nbytes=page_nbytes, progress=progress
         )
@@ -278,10 +271,14 @@ def _read(path: Path, page_tokens: int | None, page_nbytes: int | None, *, shown
 
 
 def _curves(
-    trace: "Trace", names: list[str], store_slots: int, admission: str, *, shown: bool
+    trace: "Trace",
+    names: list[str],
+    store_slots: int,
+    admission: "AdmissionPolicy",
+    *,
+    shown: bool,
 ) -> "list[SimulationResult]":
     """More sizes for a plot: many where they cost little."""
-    from pagedkv.admission import make_admission
     from pagedkv.hit_rate_plot import plot_sizes
     from pagedkv.simulate import CLAIRVOYANT
     from pagedkv.simulate import simulate as run
@@ -291,30 +288,16 @@ def _curves(
     results: list[SimulationResult] = []
     for some, count in ((quick, _CURVE_SIZES), (slow, _REPLAYED_SIZES)):
         if some:
-            with _progress("more sizes for the plot", shown=shown) as progress:
+            with progress_bar("more sizes for the plot", shown=shown) as progress:
                 results += run(
                     trace,
                     some,
                     plot_sizes(trace.num_distinct, count),
                     store_slots=store_slots,
-                    admission=make_admission(admission),
+                    admission=admission,
                     progress=progress,
                 )
     return results
-
-
-@contextmanager
-def _progress(what: str, *, shown: bool) -> Iterator[Progress | None]:
-    """A bar on stderr, if that is a terminal and nothing else is to be read there."""
-    if not shown or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _table(title: str, results: "list[SimulationResult]") -> "Table":

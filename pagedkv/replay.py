@@ -12,7 +12,7 @@ from pagedkv.trace import Request
 
 Batches = Iterable[list[Request]]
 Advance = Callable[[int], None]
-"""Is told of so many more block accesses."""
+"""Is told of so many more page accesses."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from pagedkv.cli import app
 from pagedkv.errors import TraceError
 from pagedkv.recorded import is_recorded, read_recorded
 from pagedkv.recorded_replay import replay_recorded
+from pagedkv.trace_lines import VERSION
 
 SPEC = make_spec(page_tokens=4)
 NUM_SLOTS = 40
@@ -283,7 +284,7 @@ GOOD = {
         ('{"op": "put", "group": 0, "pages": [1], "parent": "x"}', "line 2: parent is 'x'"),
         ('{"op": "append", "sequence": 3, "tokens": 4}', "line 2: sequence 3 is not open"),
         ('{"op": "open", "sequence": 1, "pages"', "line 2: no JSON"),
-        ("[1]", "line 2: '.1.' is no JSON object"),
+        ("[1]", "line 2: a JSON list; each line must be one JSON object"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -295,12 +296,27 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"version": 2}, {"num_slots": []}, {"num_slots": [0]}, {"page_tokens": "4"}]
+    "wrong",
+    [
+        {"format": "other"},
+        {"version": "1"},
+        {"num_slots": []},
+        {"num_slots": [0]},
+        {"page_tokens": "4"},
+        {"page_nbytes": None},
+    ],
 )
 def test_a_wrong_header_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(GOOD | wrong) + "\n")
     with pytest.raises(TraceError, match=f"line 1: .*{next(iter(wrong))}"):
+        read_recorded(path)
+
+
+def test_a_later_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(GOOD | {"version": VERSION + 1}) + "\n")
+    with pytest.raises(TraceError, match="reads up to 1: install a newer one"):
         read_recorded(path)
 
 

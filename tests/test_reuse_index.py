@@ -1,3 +1,5 @@
+"""ReuseIndex alone: the contract where it is hard to keep, its memory, its shadow of LRU, its hits."""
+
 import copy
 import hashlib
 import random

@@ -74,6 +74,10 @@ HEAD, TAIL, RANK, ORDER, NUM_COLUMNS = range(5)
 REFRESH_EVERY = 2000
 """Pages requested between two fits of the model."""
 _MOST_SEEN = 64
+_LRU_AT_FIRST = 3
+"""So many times as many pages as there are slots are requested before ours is tried."""
+_LRU_AGAIN = 4
+"""And so many, before it is tried again."""
 
 
 @kernel
@@ -83,6 +87,8 @@ def reset(nodes: Any, scalars: Any, heads: Any, cells: Any, buckets: Any, num_sl
     for name in (NEWEST, OLDEST, EDGE, OLD_GHOST):
         scalars[name] = -1
     scalars[NUM_SLOTS] = num_slots
+    scalars[IS_LRU] = 1
+    scalars[SWITCHED] = (_LRU_AT_FIRST - _LRU_AGAIN) * num_slots
     scalars[NUM_FREE] = len(nodes)
     for node in range(len(nodes)):
         nodes[node].after = node + 1
@@ -365,7 +371,7 @@ def _guard(scalars: Any, sums: Any, own: Any, lru: Any, length: Any) -> None:
     loss = sums[LRU_HITS] - sums[OWN_HITS] - allowance
     recent = sums[RECENT_OWN] + allowance - 0.95 * sums[RECENT_LRU]
     if scalars[IS_LRU]:
-        has_waited = scalars[NOW] - scalars[SWITCHED] >= 4 * num_slots
+        has_waited = scalars[NOW] - scalars[SWITCHED] >= _LRU_AGAIN * num_slots
         if has_waited and loss <= 0.75 * budget and recent >= 0.01 * sums[RECENT_LRU]:
             scalars[IS_LRU] = 0
             scalars[FIRST] = 0

@@ -1,4 +1,4 @@
-"""ReuseIndex alone: the contract where it is hard to keep, its memory, its shadow of LRU, its hits."""
+"""ReuseIndex alone: the contract where it is hard to keep, its memory, its guard, what it hits."""
 
 import copy
 import hashlib

@@ -1,7 +1,6 @@
 """``FIFO``: pages leave in the order in which they came."""
 
 from collections.abc import Iterator, Sequence
-from heapq import heappush
 from typing import ClassVar
 
 from pagedkv.policies.lru import LRU
@@ -37,7 +36,7 @@ class FIFO(LRU):
                 held.discard(key)
                 parent = self._parent(key)  # noqa: PLW2901
                 if key in parked:
-                    heappush(self._freed, (self._places[key], key))
+                    self._freed.append((self._places[key], key))
             else:
                 has_come = True
                 order[key] = parent

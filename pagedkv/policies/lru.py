@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
-from heapq import heappush
 from itertools import chain
 from typing import ClassVar
 
@@ -22,12 +21,11 @@ class LRU:
     def __init__(self) -> None:
         self._order: OrderedDict[PageKey, PageKey | None] = OrderedDict()  # parents by key
         self._num_children: dict[PageKey, int] = {}  # candidates by parent, where there are any
-        self._parked: dict[
-            PageKey, PageKey | None
-        ] = {}  # older than all in the order, but hindered
+        # Older than all in the order, but hindered by a child or a holder; parents by key.
+        self._parked: dict[PageKey, PageKey | None] = {}
         self._places: dict[PageKey, int] = {}  # of what is parked: which one is older
-        self._num_parked = 0
-        self._freed: list[tuple[int, PageKey]] = []  # a heap of what is parked; some are hindered
+        self._num_parked = 0  # so far
+        self._freed: list[tuple[int, PageKey]] = []  # of what is parked; some are hindered again
 
     def start(self, num_slots: int) -> None:
         """Nothing depends on the number of slots."""
@@ -64,7 +62,7 @@ class LRU:
                 else:
                     del num_children[parent]
                     if parent in self._parked:
-                        heappush(self._freed, (self._places[parent], parent))
+                        self._freed.append((self._places[parent], parent))
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the pages, if there are such."""
@@ -145,4 +143,4 @@ class LRU:
             else:
                 del self._num_children[parent]
                 if parent in self._parked:
-                    heappush(self._freed, (self._places[parent], parent))
+                    self._freed.append((self._places[parent], parent))

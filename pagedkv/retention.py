@@ -82,7 +82,7 @@ class Retaining:
         if not retention.priority:
             self._end(keys)
             return
-        for key, parent in zip(keys, (None, *keys[:-1]), strict=True):
+        for key, parent in zip(keys, (None, *keys), strict=False):
             if key not in self._retained:
                 self._parents[key] = parent
                 if parent is not None:

@@ -285,6 +285,18 @@ def test_pages_are_retained_by_key() -> None:
         cache.check_invariants()
 
 
+def test_of_nothing_nothing_is_retained() -> None:
+    with pk.PagedKVCache(SPEC, 4) as cache:
+        assert cache.retain(pk.page_keys(SPEC, range(12))) == 0
+        assert cache.retain([]) == 0
+        with cache.open_sequence() as sequence:
+            sequence.retain()
+        with cache.open_sequence([1, 2]) as sequence:
+            sequence.append(kv(2), kv(2), [1, 2])
+            sequence.retain()
+        cache.check_invariants()
+
+
 def test_what_is_retained_leaves_when_nothing_else_can() -> None:
     tokens = [*range(16)]
     with pk.PagedKVCache(SPEC, 4) as cache:

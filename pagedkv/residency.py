@@ -221,7 +221,7 @@ class Residency:
         policy = self._policy
         if not isinstance(policy, Retaining):
             policy = self._policy = Retaining(policy)
-        known = [page for page in pages if page.key is not None]
+        known = [page for page in dict.fromkeys(pages) if page.key is not None]
         policy.retain([_key(page) for page in known], retention)
         policy.discard([_key(page) for page in known if page.slot is None])
         self.touch(known)

@@ -15,6 +15,7 @@ from pagedkv.cli import app
 from pagedkv.errors import TraceError
 from pagedkv.recorded import is_recorded, read_recorded
 from pagedkv.recorded_replay import replay_recorded
+from pagedkv.recording import Recording
 
 SPEC = make_spec(page_tokens=4)
 NUM_SLOTS = 40
@@ -243,6 +244,57 @@ def test_a_file_that_is_there_is_kept_and_a_second_recording_refused(tmp_path: P
         assert not (tmp_path / "two.jsonl").exists()
         last = cache.record(tmp_path / "three.jsonl")
     assert last.is_closed
+
+
+def fill_the_disk(recording: Recording, buffering: int) -> None:
+    recording._file.close()
+    recording._file = Path("/dev/full").open("w", buffering)  # noqa: SIM115 - it closes it
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_a_full_disk_ends_the_recording_but_harms_no_caller(tmp_path: Path, buffering: int) -> None:
+    """With a buffer, or where each line is written at once."""
+    tokens = [*range(8)]
+    with pk.PagedKVCache(SPEC, 4, pk.PageStore.open(tmp_path / "cache.zarr", SPEC)) as cache:
+        recording = cache.record(tmp_path / "trace.jsonl")
+        fill_the_disk(recording, buffering)
+        with cache.open_sequence(tokens) as sequence:
+            kv = np.zeros((SPEC.num_layers, 8, SPEC.num_kv_heads, SPEC.head_dim), SPEC.np_dtype)
+            sequence.append(kv, kv, tokens)
+        with cache.acquire(pk.page_keys(SPEC, tokens)) as pages:
+            assert len(pages) == 2
+        assert cache.stats().num_pinned_slots == cache.stats().num_pages_held == 0
+        with pytest.raises(OSError, match="No space left"):
+            recording.close()
+        assert recording.is_closed
+        recording.close()  # it was told
+        with cache.record(tmp_path / "again.jsonl"):
+            cache.match(pk.page_keys(SPEC, tokens))
+        recording = cache.record(tmp_path / "last.jsonl")
+        fill_the_disk(recording, buffering)
+        cache.match(pk.page_keys(SPEC, tokens))
+    with pk.PageStore.open(tmp_path / "cache.zarr", SPEC) as store:  # the cache has let it go
+        assert store.find(pk.page_keys(SPEC, tokens)[1]) is not None
+
+
+def test_a_sequence_that_cannot_be_opened_is_closed_in_the_replay_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [*range(8)]
+    with pk.PagedKVCache(SPEC, 4) as cache:
+        cache.put(pk.page_keys(SPEC, tokens), np.zeros((2, *SPEC.page_shape), SPEC.np_dtype))
+        with cache.record(tmp_path / "trace.jsonl"):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(pk.Sequence, "go_on_inside", _interrupt)
+                cache.open_sequence(tokens)
+            cache.check_invariants()
+    operations = read_recorded(tmp_path / "trace.jsonl").operations
+    assert [operation["op"] for operation in operations[-2:]] == ["open", "close"]
+
+
+def _interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_is_recorded_changes_nothing(tmp_path: Path) -> None:

@@ -297,6 +297,15 @@ def test_of_nothing_nothing_is_retained() -> None:
         cache.check_invariants()
 
 
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_key_may_be_named_twice(name: str) -> None:
+    with pk.PagedKVCache(SPEC, 4, policy=make_policy(name)) as cache:
+        cache.put([A, B], np.zeros((2, *SPEC.page_shape), SPEC.np_dtype))
+        for priority in (0, 1, 0):
+            cache.retain([A, A, B], priority)
+            cache.check_invariants()
+
+
 def test_what_is_retained_leaves_when_nothing_else_can() -> None:
     tokens = [*range(16)]
     with pk.PagedKVCache(SPEC, 4) as cache:

@@ -346,6 +346,66 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         read_recorded(path)
 
 
+def written(path: Path, operations: list[dict[str, Any]], **header: Any) -> Path:
+    """A recording with these operations."""
+    path.write_text("".join(json.dumps(one) + "\n" for one in (GOOD | header, *operations)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("operations", "message"),
+    [
+        ([{"op": "put", "group": 0, "pages": [1], "parent": 1}], "page 1 comes before itself"),
+        (
+            [
+                {"op": "put", "group": 0, "pages": [1], "parent": 2},
+                {"op": "put", "group": 0, "pages": [2], "parent": 1},
+            ],
+            "page 1 comes before itself",
+        ),
+        (
+            [
+                {"op": "open", "sequence": 1, "pages": [4]},
+                {"op": "commit", "sequence": 1, "start": 2, "pages": [5]},
+            ],
+            "has 1 pages .* starts at page 2",
+        ),
+        (
+            [
+                {"op": "open", "sequence": 1, "pages": []},
+                {"op": "append", "sequence": 1, "tokens": 10**12},
+            ],
+            "line 3: tokens of 'append' is 1000000000000",
+        ),
+    ],
+)
+def test_operations_that_contradict_each_other_are_refused(
+    tmp_path: Path, operations: list[dict[str, Any]], message: str
+) -> None:
+    path = written(tmp_path / "trace.jsonl", operations)
+    with pytest.raises(TraceError, match=message):
+        replay_recorded(read_recorded(path), pk.LRU())
+
+
+def test_what_cannot_be_done_at_another_size_is_left_out(tmp_path: Path) -> None:
+    """One group's pool is too small for the prompt, so that it cannot be forked or saved."""
+    path = written(
+        tmp_path / "trace.jsonl",
+        [
+            {"op": "open", "sequence": 1, "pages": []},
+            {"op": "append", "sequence": 1, "tokens": 20},
+            {"op": "fork", "sequence": 1, "child": 2},
+            {"op": "save", "sequence": 1},
+            {"op": "drop", "sequence": 2, "tokens": 8},
+            {"op": "close", "sequence": 2},
+            {"op": "close", "sequence": 1},
+            {"op": "open", "sequence": 3, "pages": [1]},
+        ],
+        num_slots=[9, 9],
+    )
+    assert replay_recorded(read_recorded(path), pk.LRU(), (9, 2)).num_misses == 2
+
+
 @pytest.mark.parametrize(
     "wrong", [{"version": 2}, {"num_slots": []}, {"num_slots": [0]}, {"page_tokens": "4"}]
 )

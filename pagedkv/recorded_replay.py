@@ -325,8 +325,8 @@ class _Replay:
         while at is not None and at not in keys and at in self._parents:
             if at in path:
                 raise TraceError(
-                    f"{self._source}: page {at} comes before itself, by its parents; a page has one "
-                    "parent, which comes before it"
+                    f"{self._source}: page {at} comes before itself, by its parents; a page has "
+                    "one parent, which comes before it"
                 )
             path[at] = None
             at = self._parents[at]

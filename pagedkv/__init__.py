@@ -32,6 +32,7 @@ from pagedkv.policies.fifo import FIFO
 from pagedkv.policies.lfu import LFU
 from pagedkv.policies.lru import LRU
 from pagedkv.policies.lru2 import LRU2
+from pagedkv.policies.reuse_index import ReuseIndex
 from pagedkv.policies.s3fifo import S3FIFO
 from pagedkv.policies.sieve import SIEVE
 from pagedkv.policies.two_queue import TwoQueue
@@ -79,6 +80,7 @@ __all__ = [
     "PoolExhaustedError",
     "Raw",
     "Recording",
+    "ReuseIndex",
     "Sequence",
     "SpecMismatchError",
     "StopReason",

@@ -82,7 +82,7 @@ class AdmitLikely:
     page of a prompt, which ends where the prompt happens to end, is so spared where that does not
     repeat; of a scan nothing is written in the end, of prompts that do return everything.
 
-    Takes about 150 bytes for each page of pool and store, and half a microsecond a requested page.
+    Takes about 200 bytes for each page of pool and store, and a microsecond a requested page.
 
     Source: the admission by learnt reuse of Flashield (A. Eisenman et al., NSDI 2019), with classes
     in place of its vector machine.

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pagedkv.cost_model import CostModel
     from pagedkv.simulate import SimulationResult
     from pagedkv.trace import Trace
 
@@ -124,6 +125,7 @@ def simulate(
     """
     from pagedkv.admission import make_admission
     from pagedkv.cost_model import CostModel
+    from pagedkv.recorded import is_recorded
     from pagedkv.simulate import simulate as run
     from pagedkv.spec import parse_nbytes
 
@@ -143,6 +145,17 @@ def simulate(
         from pagedkv.hit_rate_plot import check_plot
 
         check_plot(plot, force=force)
+    if is_recorded(trace):
+        _refuse_for_recorded(
+            {
+                "--store-slots": store_slots,
+                "--page-tokens": page_tokens,
+                "--page-nbytes": page_nbytes,
+                "--plot": plot,
+            }
+        )
+        _simulate_recorded(trace, policy, sizes, cost, as_json=as_json)
+        return
     read = _read(trace, page_tokens, nbytes, shown=not as_json)
     sizes = sizes or _default_sizes(read)
     with _progress("simulating", shown=not as_json) as progress:
@@ -166,10 +179,56 @@ def simulate(
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(_table(read, results))
+    title = (
+        f"{trace.name}: {read.num_requests:,} requests, {read.num_pages:,} pages,"
+        f" {read.num_distinct:,} different"
+    )
+    console.print(_table(title, results))
     console.print(_footer(read, results), highlight=False, soft_wrap=True)
     if plot is not None:
         console.print(f"Plot: {plot}", soft_wrap=True)
+
+
+def _refuse_for_recorded(options: Mapping[str, object]) -> None:
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise ValueError(
+            f"a trace that a live cache recorded does not take {' and '.join(given)}: it is "
+            "replayed as the cache was, with its pages and its store"
+        )
+
+
+def _simulate_recorded(
+    path: Path, policies: list[str] | None, sizes: list[int], cost: "CostModel", *, as_json: bool
+) -> None:
+    """Replay what a live cache did; without ``--policy`` under the policy that it had."""
+    from pagedkv.recorded import read_recorded
+    from pagedkv.simulate import CLAIRVOYANT
+    from pagedkv.simulate_recorded import simulate_recorded
+
+    with _progress(f"reading {path.name}", shown=not as_json) as progress:
+        recorded = read_recorded(path, progress)
+    names = _policies(policies or [recorded.policy])
+    if policies and CLAIRVOYANT in policies:
+        raise ValueError(
+            f"{CLAIRVOYANT!r} needs a trace of requests: what a live cache is asked next depends "
+            "on what it hit"
+        )
+    with _progress("simulating", shown=not as_json) as progress:
+        results = simulate_recorded(
+            recorded,
+            [name for name in names if name != CLAIRVOYANT],
+            sizes,
+            cost=cost,
+            progress=progress,
+        )
+    if as_json:
+        typer.echo(json.dumps([asdict(result) for result in results], indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_table(f"{path.name}: recorded under {recorded.policy}", results))
 
 
 def _policies(names: list[str]) -> list[str]:
@@ -258,16 +317,13 @@ def _progress(what: str, *, shown: bool) -> Iterator[Progress | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _table(trace: "Trace", results: "list[SimulationResult]") -> "Table":
+def _table(title: str, results: "list[SimulationResult]") -> "Table":
     from rich.table import Table
 
     from pagedkv.spec import format_nbytes
 
-    has_store = any(result.store_slots for result in results)
-    table = Table(
-        title=f"{Path(trace.source).name}: {trace.num_requests:,} requests,"
-        f" {trace.num_pages:,} pages, {trace.num_distinct:,} different"
-    )
+    has_store = any(result.admission for result in results)
+    table = Table(title=title)
     table.add_column("policy")
     headings = ["slots", "hit rate", "tokens", "tokens saved", "first token"]
     if has_store:
@@ -287,7 +343,7 @@ def _table(trace: "Trace", results: "list[SimulationResult]") -> "Table":
         if has_store:
             per_hit = result.bytes_written_per_hit
             cells += [
-                f"{result.store_hits / result.num_pages:.2%}",
+                f"{result.store_hits / max(1, result.num_pages):.2%}",
                 format_nbytes(result.bytes_written),
                 format_nbytes(result.bytes_read),
                 "" if per_hit is None else format_nbytes(per_hit),

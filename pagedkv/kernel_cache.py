@@ -22,6 +22,8 @@ SOURCES = (
     "kernel_cache.py",
     "kernels.py",
     "lanes.py",
+    "policies/reuse_kernels.py",
+    "policies/reuse_model.py",
     "quantise.py",
     "read_kernels.py",
     "stack_distances.py",
@@ -90,5 +92,5 @@ def _write(path: Path, text: str) -> None:
 def _digest() -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+        digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()

@@ -210,7 +210,7 @@ class KeyedPages:
                     return False
                 out[0] = self._pool.by_page[page.slot]
                 if page.ranked:
-                    self._places.touch((page,))
+                    self._places.touch_one(page)
                 counters.num_pool_hits += 1
                 moves.note_request(keys)
                 return True

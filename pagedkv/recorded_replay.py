@@ -37,13 +37,15 @@ class ReplayCounts:
     """What the replay counted; the names are those of ``CacheStats``.
 
     Args:
-        num_requests: Prompts that were asked for: opened, matched, acquired or read.
-        num_requested: Their pages.
+        requested: Pages of each prompt that was opened, matched, acquired or read ``(request,)``.
+        hits: Those that were found until the next prompt ``(request,)``.
+        store_hits: Those of them that were on disk only ``(request,)``.
         num_pool_hits: As in ``CacheStats``; so are those that follow.
     """
 
-    num_requests: int
-    num_requested: int
+    requested: tuple[int, ...]
+    hits: tuple[int, ...]
+    store_hits: tuple[int, ...]
     num_pool_hits: int
     num_store_hits: int
     num_misses: int
@@ -100,6 +102,7 @@ def replay_recorded(
                 progress(number, total)
             with suppress(PagedKVError):  # as the recorded cache may have raised it
                 replay.do(operation)
+            replay.attribute_hits()
         if progress is not None:
             progress(total, total)
         return replay.counted()
@@ -153,8 +156,8 @@ class _Replay:
         self._sequences: dict[int, tuple[CacheSequence, list[int]]] = {}
         self._uses: dict[int, AbstractContextManager[Any]] = {}
         self._matches: deque[_Match] = deque(maxlen=_MOST_MATCHES)
-        self._before = cache.stats()
-        self._num_requests = self._num_requested = 0
+        self._before = self._last = cache.stats()
+        self._requests: list[list[int]] = []
 
     def do(self, operation: Operation) -> None:
         """Do one operation."""
@@ -172,10 +175,19 @@ class _Replay:
         elif op == "flush":
             self._cache.flush()
         elif op == "begin":
-            self._before = self._cache.stats()
-            self._num_requests = self._num_requested = 0
+            self._before = self._last = self._cache.stats()
+            self._requests.clear()
         else:
             self._of_sequence(op, operation)
+
+    def attribute_hits(self) -> None:
+        """Count what the last operation hit for the last prompt."""
+        stats, before = self._cache.stats(), self._last
+        if self._requests:
+            stored = stats.num_store_hits - before.num_store_hits
+            self._requests[-1][1] += stats.num_pool_hits - before.num_pool_hits + stored
+            self._requests[-1][2] += stored
+        self._last = stats
 
     def counted(self) -> ReplayCounts:
         """What was counted since the recording began; then all is closed."""
@@ -183,8 +195,9 @@ class _Replay:
         for use in self._uses.values():
             use.__exit__(None, None, None)
         return ReplayCounts(
-            num_requests=self._num_requests,
-            num_requested=self._num_requested,
+            requested=tuple(one[0] for one in self._requests),
+            hits=tuple(one[1] for one in self._requests),
+            store_hits=tuple(one[2] for one in self._requests),
             num_pool_hits=stats.num_pool_hits - before.num_pool_hits,
             num_store_hits=stats.num_store_hits - before.num_store_hits,
             num_misses=stats.num_misses - before.num_misses,
@@ -242,8 +255,7 @@ class _Replay:
         self._cache.put(keys, np.zeros(shape, np.float16), group)
 
     def _count(self, pages: Sequence[int]) -> None:
-        self._num_requests += 1
-        self._num_requested += len(pages)
+        self._requests.append([len(pages), 0, 0])
 
     def _keys_of(self, group: int, pages: Sequence[int], *, is_chained: bool) -> Sequence[PageKey]:
         keys = tuple(self._key(group, page) for page in pages)

@@ -209,6 +209,10 @@ class Residency:
         if ranked:
             self._policy.use([_key(page) for page in ranked], [page.parent for page in ranked])
 
+    def touch_one(self, page: Page) -> None:
+        """Note that a candidate was used, in little time."""
+        self._policy.use((page.key,), (page.parent,))  # type: ignore[arg-type] # candidates have keys
+
     def retain(self, pages: Sequence[Page], retention: Retention) -> None:
         """Let those of a prefix's pages that have keys and slots leave later than others."""
         policy = self._policy
@@ -381,7 +385,7 @@ class Residency:
         self.index.check_invariants()
         owners = [page for page in self._owner if page is not None]
         assert self.pool.num_free == self.pool.num_slots - len(owners)
-        ranked = set(self._policy.victims())
+        ranked = set(self._policy.upcoming())
         assert len(self._policy) == len(ranked)  # every candidate's turn comes
         for slot, page in enumerate(self._owner):
             assert page is None or page.slot == slot

@@ -131,8 +131,8 @@ def _add_event(builder: TraceBuilder, line: int, event: dict[str, Any]) -> None:
     if "op" in event:
         raise builder.error(
             line,
-            f"op is {event['op']!r}: recorded operations of a live cache are not replayed by this"
-            " release",
+            f"op is {event['op']!r}, but line 1 has no num_slots, as a recorded trace has; a trace"
+            " of requests has no operations",
         )
     time = builder.seconds(line, "time", _field(builder, line, event, "time"))
     keys = builder.ids(line, "keys", _field(builder, line, event, "keys"), allow_text=True)

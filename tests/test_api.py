@@ -14,6 +14,7 @@ DOCUMENTED = {
     "Explanation", "StopReason",
     # which page leaves
     "EvictionPolicy", "FIFO", "LRU", "LFU", "CLOCK", "SIEVE", "S3FIFO", "ARC", "TwoQueue", "LRU2",
+    "ReuseIndex",
     "AdmissionPolicy", "AdmitAll", "AdmitLikely", "AdmitSeenTwice", "Recording",
     # the store
     "PageStore", "StoreRow", "PageEntry", "Codec", "Raw", "Int8",

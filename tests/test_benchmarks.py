@@ -95,6 +95,36 @@ def test_store(part: str, tmp_path: Path) -> None:
         assert {"plain file, fsync", "plain file, fsync, CRC32C"} <= peers
 
 
+@pytest.mark.parametrize(
+    "part", ["hit-rates", "ours", "halves", "workloads", "speed", "admission", "objects"]
+)
+def test_policies(part: str, tmp_path: Path) -> None:
+    results = run("policies.py", tmp_path, "--part", part)
+    assert results
+    for result in results:
+        if result["peer"] is None:
+            assert result["ratio"] is None
+            assert "not run" in result["peer_name"]
+        elif result["unit"] == "MiB a hit":
+            assert result["ratio"] == pytest.approx(result["peer"] / result["ours"])
+        else:
+            assert result["ratio"] == pytest.approx(result["ours"] / result["peer"])
+    if part == "objects":
+        equal = [r for r in results if not r["case"].endswith(": arc") and r["peer"] is not None]
+        assert all(r["peer_name"] == "libCacheSim: equal" for r in equal)
+
+
+def test_policies_on_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join("abcabdab" * 40))
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    results = run("policies.py", folder, "--part", "hit-rates", "--trace", str(trace))
+    bound = [r for r in results if r["peer_name"] == "clairvoyant"]
+    assert all(r["ours"] <= r["peer"] for r in bound)
+    assert bound[-1]["peer"] == pytest.approx(100 * (1 - 4 / 320))
+
+
 @pytest.mark.parametrize("part", ["long-prompt", "siblings", "branching"])
 def test_match(part: str, tmp_path: Path) -> None:
     results = run("match.py", tmp_path, "--part", part)

@@ -46,6 +46,7 @@ from kv_samples import Array, bits, make_key, make_spec, wait_for_writers
 
 import pagedkv as pk
 from pagedkv import files
+from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.prefix import page_keys
 
 PAGE_TOKENS = 2
@@ -147,12 +148,12 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         num_slots=slots,
         dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-        policy=st.sampled_from([pk.LRU, pk.FIFO]),
+        policy=st.sampled_from(POLICY_NAMES),
         writes_through=st.booleans(),
         store_tokens=st.booleans(),
     )
     def start(
-        self, num_slots: int, dtype: str, policy: Any, writes_through: bool, store_tokens: bool
+        self, num_slots: int, dtype: str, policy: str, writes_through: bool, store_tokens: bool
     ) -> None:
         self.specs = [
             make_spec(
@@ -213,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.specs if self.num_groups > 1 else self.specs[0],
             num_slots,
             store=self.store,
-            policy=self.policy(),
+            policy=make_policy(self.policy),
             write_policy=self.write_policy,
         )
 

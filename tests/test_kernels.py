@@ -426,8 +426,8 @@ print(sum(kernels.pack_raw.stats.cache_hits.values()))
     def test_every_part_of_a_kernel_counts(self) -> None:
         package = REPOSITORY / "pagedkv"
         found = {
-            path.name
-            for path in package.glob("*.py")
+            path.relative_to(package).as_posix()
+            for path in package.rglob("*.py")
             if re.search(r"^from (numba|llvmlite)|import .*\bkernel\b", path.read_text(), re.M)
         }
         assert found == set(SOURCES)

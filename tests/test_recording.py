@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from kv_samples import bits, make_spec
+from typer.testing import CliRunner
 
 import pagedkv as pk
+from pagedkv.cli import app
 from pagedkv.errors import TraceError
 from pagedkv.recorded import is_recorded, read_recorded
 from pagedkv.recorded_replay import replay_recorded
@@ -189,7 +191,8 @@ def test_plain_keys_are_recorded(tmp_path: Path) -> None:
     recorded = read_recorded(tmp_path / "trace.jsonl")
     counts = replay_recorded(recorded, pk.LRU())
     assert counts.num_pool_hits == stats.num_pool_hits == 3
-    assert counts.num_requested == counts.num_requests == 13
+    assert counts.requested == (1,) * 13
+    assert sum(counts.hits) == 3
     assert replay_recorded(recorded, pk.LRU(), [6]).num_pool_hits == 7  # all but the first of each
 
 
@@ -299,3 +302,43 @@ def test_a_wrong_header_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path.write_text(json.dumps(GOOD | wrong) + "\n")
     with pytest.raises(TraceError, match=f"line 1: .*{next(iter(wrong))}"):
         read_recorded(path)
+
+
+def test_the_command_line_replays_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with pk.PagedKVCache(SPEC, NUM_SLOTS, policy=pk.FIFO()) as cache:
+        stats = record(path, cache, 5)
+    result = CliRunner().invoke(app, ["simulate", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
+    assert (row["policy"], row["slots"], row["method"]) == ("fifo", NUM_SLOTS, "recording")
+    assert row["num_hits"] == row["pool_hits"] == stats.num_pool_hits
+    assert row["hit_rate"] == row["num_hits"] / row["num_pages"]
+    options = ["--policy", "lru", "--policy", "lfu", "--slots", "30,60"]
+    result = CliRunner().invoke(app, ["simulate", str(path), *options, "--json"])
+    rows = json.loads(result.stdout)
+    assert [(row["policy"], row["slots"]) for row in rows] == [
+        (policy, slots) for policy in ("lru", "lfu") for slots in (30, 60)
+    ]
+    assert rows[0]["num_hits"] < rows[1]["num_hits"]
+    assert "recorded under fifo" in CliRunner().invoke(app, ["simulate", str(path)]).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--store-slots", "5"], "--store-slots"),
+        (["--policy", "clairvoyant"], "clairvoyant"),
+        (["--slots", "0"], "slots"),
+        (["--policy", "mru"], "take one of"),
+    ],
+)
+def test_options_that_make_no_sense_for_it_are_refused(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    with pk.PagedKVCache(SPEC, NUM_SLOTS) as cache:
+        record(path, cache, 5)
+    result = CliRunner().invoke(app, ["simulate", str(path), *options])
+    assert result.exit_code != 0
+    assert message in (result.output or str(result.exception))

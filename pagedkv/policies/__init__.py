@@ -15,6 +15,7 @@ _POLICIES = {
     "arc": ("arc", "ARC"),
     "2q": ("two_queue", "TwoQueue"),
     "lru-2": ("lru2", "LRU2"),
+    "pagedkv": ("reuse_index", "ReuseIndex"),
 }
 
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)

@@ -15,7 +15,7 @@ class ARC(EntryPolicy):
 
     What left either is remembered, in B1 and B2, about as many pages as there are slots. A page
     that comes again out of B1 says that T1 was too small, out of B2 that T2 was, and moves the
-    target size of T1 accordingly. Two microseconds a page.
+    target size of T1 accordingly. Three microseconds a page.
 
     The target moves when a page comes, after room was made for it; in the paper before that.
 
@@ -50,8 +50,7 @@ class ARC(EntryPolicy):
         self._often.append(entry)
 
     def _next(self) -> Entry | None:
-        queues = (self._once, self._often)
-        for queue in queues if len(self._once) > self._target else reversed(queues):
+        for queue in self._by_turn():
             if (entry := self._first_free(queue)) is not None:
                 queue.remove(entry)
                 return entry
@@ -73,4 +72,9 @@ class ARC(EntryPolicy):
             b2.popitem(last=False)
 
     def _ranking(self) -> Iterable[Entry]:
-        return chain(self._once, self._often)
+        return chain(*self._by_turn())
+
+    def _by_turn(self) -> tuple[Queue, Queue]:
+        """The queue that a page is to leave, and the one to turn to if none of it may."""
+        once, often = self._once, self._often
+        return (once, often) if len(once) > self._target else (often, once)

@@ -1,6 +1,7 @@
 """``CLOCK``: first in, first out, but what was used meanwhile gets a second chance."""
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import ClassVar
 
 from pagedkv.policies.entries import Entry, Queue
@@ -41,4 +42,5 @@ class CLOCK(EntryPolicy):
         return None
 
     def _ranking(self) -> Iterable[Entry]:
-        return self._queue
+        unused = (entry for entry in self._queue if not entry.count)
+        return chain(unused, (entry for entry in self._queue if entry.count))

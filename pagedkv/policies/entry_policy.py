@@ -1,6 +1,7 @@
 """``EntryPolicy``: what policies share, so that each reads like its paper."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pagedkv.policies.entries import Entry, Queue
@@ -102,7 +103,7 @@ class EntryPolicy(ABC):
             at += 1
 
     def upcoming(self) -> Iterator[PageKey]:
-        """The candidates in the order of the queues, as if no page got a second chance."""
+        """The candidates about as they would leave; some may get a second chance instead."""
         yield from [entry.key for entry in self._named]
         gone: dict[PageKey, int] = {}  # children that were yielded, by parent
         passed: set[PageKey] = set()  # met before their children
@@ -123,6 +124,15 @@ class EntryPolicy(ABC):
 
     def __len__(self) -> int:
         return len(self._entries) - self._num_held
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if counts contradict the entries."""
+        entries, named = self._entries, {entry.key for entry in self._named}
+        assert named <= entries.keys()
+        assert self._num_held == sum(entry.is_held for entry in entries.values())
+        candidates = (entry for key, entry in entries.items() if key not in named)
+        parents = (entry.parent for entry in candidates if not entry.is_held)
+        assert self._num_children == Counter(key for key in parents if key is not None)
 
     @abstractmethod
     def _come(self, entry: Entry) -> None:
@@ -211,4 +221,6 @@ class EntryPolicy(ABC):
         for entry in entries:
             if entry.is_held:
                 raise KeyError(entry.key)
+        if len(set(keys)) < len(keys):  # the second time it would be none
+            raise KeyError(next(key for key in keys if list(keys).count(key) > 1))
         return entries

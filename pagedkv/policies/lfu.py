@@ -15,7 +15,7 @@ class LFU(EntryPolicy):
 
     Of equal counts, the page that has had its count longest leaves first. A queue for each count
     makes every step O(1): K. Shah et al., "An O(1) algorithm for implementing the LFU cache
-    eviction scheme" (2010). Two microseconds a page.
+    eviction scheme" (2010). Three microseconds a page.
 
     Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
     Systems Journal 5 (1966), weighs uses against recency.

@@ -98,4 +98,10 @@ class S3FIFO(EntryPolicy):
             self._ghosts.popitem(last=False)
 
     def _ranking(self) -> Iterable[Entry]:
-        return chain(self._small, self._main)
+        small, main = self._small, self._main
+        unused = (
+            (entry for entry in small if entry.count < 2),
+            (entry for entry in main if not entry.count),
+        )
+        used = chain((entry for entry in small if entry.count >= 2), (e for e in main if e.count))
+        return chain(*(reversed(unused) if len(small) < self._num_small else unused), used)

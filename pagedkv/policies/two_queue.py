@@ -15,7 +15,7 @@ class TwoQueue(EntryPolicy):
 
     The queue of the new, A1in, holds a quarter of the slots; uses there do not count. What leaves
     it is remembered, half as many pages as there are slots (A1out), and a page that comes again
-    meanwhile enters Am, the queue of the least recently used. Two microseconds a page.
+    meanwhile enters Am, the queue of the least recently used. Three microseconds a page.
 
     Source: T. Johnson, D. Shasha, "2Q: a low overhead high performance buffer management
     replacement algorithm", VLDB 1994.
@@ -47,8 +47,7 @@ class TwoQueue(EntryPolicy):
             self._main.move_to_end(entry)
 
     def _next(self) -> Entry | None:
-        queues = (self._new, self._main)
-        for queue in queues if len(self._new) > self._num_new else reversed(queues):
+        for queue in self._by_turn():
             if (entry := self._first_free(queue)) is not None:
                 queue.remove(entry)
                 return entry
@@ -66,4 +65,9 @@ class TwoQueue(EntryPolicy):
             self._ghosts.popitem(last=False)
 
     def _ranking(self) -> Iterable[Entry]:
-        return chain(self._new, self._main)
+        return chain(*self._by_turn())
+
+    def _by_turn(self) -> tuple[Queue, Queue]:
+        """The queue that a page is to leave, and the one to turn to if none of it may."""
+        new, main = self._new, self._main
+        return (new, main) if len(new) > self._num_new else (main, new)

@@ -324,10 +324,23 @@ def test_the_command_line_replays_it(tmp_path: Path) -> None:
     assert "recorded under fifo" in CliRunner().invoke(app, ["simulate", str(path)]).stdout
 
 
+def test_a_policy_without_a_name_is_no_mystery(tmp_path: Path) -> None:
+    class Mine(pk.LRU):
+        name = "mine"
+
+    path = tmp_path / "trace.jsonl"
+    with pk.PagedKVCache(SPEC, NUM_SLOTS, policy=Mine()) as cache:
+        record(path, cache, 5)
+    result = CliRunner().invoke(app, ["simulate", str(path)])
+    assert "recorded under 'mine', a policy that has no name here" in str(result.exception)
+    assert CliRunner().invoke(app, ["simulate", str(path), "--policy", "lru"]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--store-slots", "5"], "--store-slots"),
+        (["--admission", "likely"], "--admission"),
         (["--policy", "clairvoyant"], "clairvoyant"),
         (["--slots", "0"], "slots"),
         (["--policy", "mru"], "take one of"),

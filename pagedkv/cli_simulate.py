@@ -377,7 +377,8 @@ def _table(
     ]
     table = Table()
     for number, heading in enumerate(["policy", "slots", *headings]):
-        width = max(len(row[number]) for row in named)  # headings wrap, figures never
+        texts = [*heading.split(), *(row[number] for row in named)]
+        width = max(map(len, texts))  # headings wrap, figures never
         table.add_column(heading, justify="right" if number else "left", min_width=width)
     last = results[0].policy
     for result, cells in zip(results, named, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 from pagedkv.admission import AdmitAll
 from pagedkv.cost_model import CostModel
 from pagedkv.policies import make_policy
-from pagedkv.policy import EvictionPolicy
+from pagedkv.policy import EvictionPolicy, check_policy
 from pagedkv.recorded import Recorded
 from pagedkv.recorded_replay import ReplayCounts, replay_recorded
 from pagedkv.simulate import SimulationResult
@@ -43,11 +43,14 @@ def simulate_recorded(
 
     Raises:
         ValueError: There is no policy of a name, or a size is not positive.
+        TypeError: A policy is no object that has all of one.
     """
     for size in slots:
         if size < 1:
             raise ValueError(f"slots is {size}: a pool needs at least one slot")
     makers = [make_policy(one) if isinstance(one, str) else one for one in policies]
+    for one in makers:
+        check_policy(one)
     num_groups = len(recorded.num_slots)
     sizes = [(size,) * num_groups for size in slots] or [recorded.num_slots]
     total = len(makers) * len(sizes) * max(1, len(recorded.operations))

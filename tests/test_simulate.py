@@ -314,6 +314,8 @@ def test_slots_for_more_pages_than_there_are_cost_nothing() -> None:
         ((["lru"], []), ValueError, "nothing to simulate"),
         (([], [1]), ValueError, "nothing to simulate"),
         ((["lru", "best"], [1]), ValueError, "there is no policy 'best': take one of fifo, lru"),
+        ((["lru", LRU], [1]), TypeError, "policy is the class LRU: give an object"),
+        ((["lru", None], [1]), TypeError, "policy is None: give an object"),
     ],
 )
 def test_arguments_are_checked(arguments: Any, error: type[Exception], message: str) -> None:
@@ -321,6 +323,9 @@ def test_arguments_are_checked(arguments: Any, error: type[Exception], message: 
         simulate(make_trace([[1]]), *arguments)
     with pytest.raises(ValueError, match="store_slots is -1: it must be in 0"):
         simulate(make_trace([[1]]), ["lru"], [1], store_slots=-1)
+    likely: Any = "likely"
+    with pytest.raises(TypeError, match="admission is 'likely': give an object"):
+        simulate(make_trace([[1]]), ["lru"], [1], store_slots=1, admission=likely)
 
 
 def test_progress_reaches_its_end() -> None:

@@ -17,6 +17,7 @@ VERSION = 1
 MOONCAKE_PAGE_TOKENS = 512
 CSV_PAGE_TOKENS = 16
 
+_MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 _JSON_SUFFIXES = {".json", ".jsonl", ".ndjson"}
 
 Lines = Iterator[tuple[int, str]]
@@ -66,6 +67,13 @@ def read_trace(
         for number, other in lines:
             _add_event(builder, number, _object(path, number, other))
         return builder.build()
+    if not any(name in header for name in _MOONCAKE):
+        has = ", ".join(sorted(header)[:8]) or "nothing"
+        raise TraceError(
+            f"{path}, line {line}: neither a request of Mooncake's, with {', '.join(_MOONCAKE)}, nor"
+            f' a header with "format": "{FORMAT}" (it has {has}): begin the file as docs/traces.md'
+            " says"
+        )
     builder = TraceBuilder(
         path,
         "mooncake",

@@ -70,9 +70,9 @@ def read_trace(
     if not any(name in header for name in _MOONCAKE):
         has = ", ".join(sorted(header)[:8]) or "nothing"
         raise TraceError(
-            f"{path}, line {line}: neither a request of Mooncake's, with {', '.join(_MOONCAKE)}, nor"
-            f' a header with "format": "{FORMAT}" (it has {has}): begin the file as docs/traces.md'
-            " says"
+            f"{path}, line {line}: neither a request of Mooncake's, with {', '.join(_MOONCAKE)},"
+            f' nor a header with "format": "{FORMAT}" (it has {has}): begin the file as'
+            " docs/traces.md says"
         )
     builder = TraceBuilder(
         path,

@@ -153,7 +153,7 @@ class PagedKVCache:
         self._num_forks = _forks.count
         self.is_closed = False
         self._recording: Recording | None = None
-        self._policy_name = ranking.name
+        self._policy_name, self._admission_name = ranking.name, admitting.name
         if store is not None:
             owners.take_over(store, self)
 
@@ -478,6 +478,7 @@ class PagedKVCache:
                 "page_nbytes": sum(spec.page_nbytes for spec in self.specs),
                 "num_slots": [group.places.pool.num_slots for group in self._groups],
                 "has_store": self.store is not None and not self.store.read_only,
+                "admission": self._admission_name,
                 "write_policy": "write-through" if self.writes_through else "on-evict",
             },
         )

@@ -156,13 +156,19 @@ def simulate(
         _refuse_for_recorded(
             {
                 "--store-slots": store_slots,
-                "--admission": admission,
                 "--page-tokens": page_tokens,
                 "--page-nbytes": page_nbytes,
                 "--plot": plot,
             }
         )
-        _simulate_recorded(trace, policy, sizes, cost, as_json=as_json)
+        _simulate_recorded(
+            trace,
+            policy,
+            sizes,
+            None if admission is None else admitting,
+            cost,
+            as_json=as_json,
+        )
         return
     check_slots("--store-slots", store_slots, least=0)
     if admission is not None and not store_slots:
@@ -208,7 +214,13 @@ def _refuse_for_recorded(options: Mapping[str, object]) -> None:
 
 
 def _simulate_recorded(
-    path: Path, policies: list[str] | None, sizes: list[int], cost: "CostModel", *, as_json: bool
+    path: Path,
+    policies: list[str] | None,
+    sizes: list[int],
+    admission: "AdmissionPolicy | None",
+    cost: "CostModel",
+    *,
+    as_json: bool,
 ) -> None:
     """Replay what a live cache did; without ``--policy`` under the policy that it had."""
     from pagedkv.policies import POLICY_NAMES
@@ -218,6 +230,8 @@ def _simulate_recorded(
 
     with progress_bar(f"reading {path.name}", shown=not as_json) as progress:
         recorded = read_recorded(path, progress)
+    if admission is not None and not recorded.has_store:
+        raise ValueError("--admission says what a store takes in, and the recorded cache had none")
     if not policies and recorded.policy not in POLICY_NAMES:
         raise ValueError(
             f"{path} was recorded under {recorded.policy!r}, a policy that has no name here: give"
@@ -234,6 +248,7 @@ def _simulate_recorded(
             recorded,
             [name for name in names if name != CLAIRVOYANT],
             sizes,
+            admission=admission,
             cost=cost,
             progress=progress,
         )

@@ -11,10 +11,12 @@ from kv_samples import bits, make_spec
 from typer.testing import CliRunner
 
 import pagedkv as pk
+from pagedkv.admission import ADMISSION_NAMES, AdmitAll, make_admission
 from pagedkv.cli import app
 from pagedkv.errors import TraceError
 from pagedkv.recorded import is_recorded, read_recorded
 from pagedkv.recorded_replay import replay_recorded
+from pagedkv.simulate_recorded import simulate_recorded
 
 SPEC = make_spec(page_tokens=4)
 NUM_SLOTS = 40
@@ -146,6 +148,20 @@ def test_with_a_store_the_hits_of_both_tiers_are_the_same(tmp_path: Path, seed: 
     assert counts.num_store_hits > 0
     assert hits == stats.num_pool_hits + stats.num_store_hits
     assert counts.num_misses == stats.num_misses
+
+
+@pytest.mark.parametrize("name", ADMISSION_NAMES)
+def test_the_admission_policy_is_that_of_the_cache(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    store = pk.PageStore.open(tmp_path / "cache.zarr", SPEC)
+    with pk.PagedKVCache(SPEC, NUM_SLOTS, store, admission=make_admission(name)) as cache:
+        stats = record(path, cache, 3)
+    (same,) = simulate_recorded(read_recorded(path), ["lru"])
+    (every,) = simulate_recorded(read_recorded(path), ["lru"], admission=AdmitAll())
+    hits = stats.num_pool_hits + stats.num_store_hits
+    assert same.num_hits == pytest.approx(hits, rel=0.02)  # the writer may ask earlier or later
+    assert (same.admission, every.admission) == (name, "all")
+    assert (stats.num_pages_refused == 0) == (every.num_hits == hits)
 
 
 def test_another_size_or_policy_gives_other_hits(tmp_path: Path) -> None:
@@ -340,7 +356,7 @@ def test_a_policy_without_a_name_is_no_mystery(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--store-slots", "5"], "--store-slots"),
-        (["--admission", "likely"], "--admission"),
+        (["--admission", "likely"], "the recorded cache had none"),
         (["--policy", "clairvoyant"], "clairvoyant"),
         (["--slots", "0"], "slots"),
         (["--policy", "mru"], "take one of"),

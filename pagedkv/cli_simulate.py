@@ -223,6 +223,7 @@ def _simulate_recorded(
     as_json: bool,
 ) -> None:
     """Replay what a live cache did; without ``--policy`` under the policy that it had."""
+    from pagedkv.admission import ADMISSION_NAMES
     from pagedkv.policies import POLICY_NAMES
     from pagedkv.recorded import read_recorded
     from pagedkv.simulate import CLAIRVOYANT
@@ -236,6 +237,11 @@ def _simulate_recorded(
         raise ValueError(
             f"{path} was recorded under {recorded.policy!r}, a policy that has no name here: give"
             " --policy, or the object to pagedkv.simulate_recorded"
+        )
+    if admission is None and recorded.uses_admission and recorded.admission not in ADMISSION_NAMES:
+        raise ValueError(
+            f"{path} was recorded with admission {recorded.admission!r}, which has no name here:"
+            " give --admission, or the object to pagedkv.simulate_recorded"
         )
     names = _policies(policies or [recorded.policy])
     if policies and CLAIRVOYANT in policies:

@@ -60,6 +60,11 @@ class Recorded:
     admission: str
     operations: tuple[Operation, ...]
 
+    @property
+    def uses_admission(self) -> bool:
+        """Whether an admission policy had anything to say."""
+        return self.has_store and not self.writes_through
+
 
 def is_recorded(path: str | Path) -> bool:
     """Whether a trace is one of operations, not one of requests.

@@ -83,7 +83,7 @@ def replay_recorded(
     slots = recorded.num_slots if num_slots is None else tuple(num_slots)
     if len(slots) != len(recorded.num_slots):
         raise ValueError(f"{len(slots)} numbers of slots for {len(recorded.num_slots)} groups")
-    if admission is None and not recorded.writes_through:
+    if admission is None and recorded.uses_admission:
         admission = make_admission(recorded.admission)
     specs = [_tiny_spec(number) for number in range(len(slots))]
     with ExitStack() as stack:

@@ -53,7 +53,7 @@ def simulate_recorded(
     makers = [make_policy(one) if isinstance(one, str) else one for one in policies]
     for one in makers:
         check_policy(one)
-    if admission is None and not recorded.writes_through:
+    if admission is None and recorded.uses_admission:
         admission = make_admission(recorded.admission)
     if admission is not None:
         check_admission(admission)

@@ -344,12 +344,20 @@ def test_a_policy_without_a_name_is_no_mystery(tmp_path: Path) -> None:
     class Mine(pk.LRU):
         name = "mine"
 
+    class Few(AdmitAll):
+        name = "few"
+
     path = tmp_path / "trace.jsonl"
-    with pk.PagedKVCache(SPEC, NUM_SLOTS, policy=Mine()) as cache:
+    with pk.PagedKVCache(SPEC, NUM_SLOTS, policy=Mine(), admission=Few()) as cache:
         record(path, cache, 5)
     result = CliRunner().invoke(app, ["simulate", str(path)])
     assert "recorded under 'mine', a policy that has no name here" in str(result.exception)
     assert CliRunner().invoke(app, ["simulate", str(path), "--policy", "lru"]).exit_code == 0
+    path.write_text(path.read_text().replace('"has_store": false', '"has_store": true'))
+    result = CliRunner().invoke(app, ["simulate", str(path), "--policy", "lru"])
+    assert "recorded with admission 'few', which has no name here" in str(result.exception)
+    options = ["--policy", "lru", "--admission", "likely"]
+    assert CliRunner().invoke(app, ["simulate", str(path), *options]).exit_code == 0
 
 
 @pytest.mark.parametrize(

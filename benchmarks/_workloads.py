@@ -1,7 +1,7 @@
 """Made request streams: what a cache may meet that no recorded trace shows.
 
 Each function gives a list of requests; a request is a list of int ids, the root first. An id
-names a block together with all that is before it, so that equal ids follow equal prefixes. The
+names a page together with all that is before it, so that equal ids follow equal prefixes. The
 same arguments give the same stream.
 """
 
@@ -18,7 +18,7 @@ class _Ids:
         self._ids: dict[tuple[int, object], int] = {}
 
     def path(self, names: list[object]) -> list[int]:
-        """The ids of a request whose blocks have these names."""
+        """The ids of a request whose pages have these names."""
         path = []
         at = -1
         for name in names:
@@ -32,7 +32,7 @@ def _named(kind: str, number: int, length: int) -> list[object]:
 
 
 def uniform_prefixes(num: int, *, prefixes: int, length: int = 8, seed: int = 0) -> Requests:
-    """One of some prefixes, each as likely, with two new blocks behind it."""
+    """One of some prefixes, each as likely, with two new pages behind it."""
     draw, ids = random.Random(seed), _Ids()
     return [
         ids.path(_named("prefix", draw.randrange(prefixes), length) + _named("new", at, 2))
@@ -87,7 +87,7 @@ def agents(num: int, *, at_once: int, turns: int = 20, grows: int = 3, seed: int
 def system_prompts(
     num: int, *, prompts: int, length: int = 40, power: float = 1.2, seed: int = 0
 ) -> Requests:
-    """Long prompts that many share, with few blocks of their own behind; one in five comes back."""
+    """Long prompts that many share, with few pages of their own behind; one in five comes back."""
     draw, ids = random.Random(seed), _Ids()
     weights = [(number + 1) ** -power for number in range(prompts)]
     requests: Requests = []
@@ -145,13 +145,13 @@ def one_after_the_other(*parts: Requests) -> Requests:
     requests = []
     start = 0
     for part in parts:
-        requests += [[start + block for block in request] for request in part]
-        start += 1 + max(block for request in part for block in request)
+        requests += [[start + page for page in request] for request in part]
+        start += 1 + max(page for request in part for page in request)
     return requests
 
 
 def named(scale: float = 1) -> Iterator[tuple[str, Requests]]:
-    """All of them, with names, about ``40_000 * scale`` blocks each."""
+    """All of them, with names, about ``40_000 * scale`` pages each."""
 
     def n(requests: int) -> int:
         return max(10, round(scale * requests))

@@ -32,7 +32,7 @@ OF_LRU = 0.97
 WORKLOAD_SIZES = (30, 300, 1000, 3000)
 LEAST_HIT_RATE = 0.01
 SPEEDS = {"fifo": 1e6, "lru": 1e6, OURS: 2.5e5}
-"""Block accesses a second that are aimed at."""
+"""Page accesses a second that are aimed at."""
 STORE_SIZES = (10_000, 30_000)
 
 PAGES = Unit(name="% of pages", amount=1, is_rate=True)
@@ -103,7 +103,7 @@ def workloads(bench: Bench) -> None:
 
 
 def speed(bench: Bench) -> None:
-    """Block accesses a second of each policy, in one thread, in the best round.
+    """Page accesses a second of each policy, in one thread, in the best round.
 
     Other processes slow it down, by the caches that they share; none makes it faster.
     """
@@ -127,13 +127,12 @@ def speed(bench: Bench) -> None:
 def admission(bench: Bench) -> None:
     """What admission policies write for a hit in the store, and what they lose."""
     trace, slots = _trace(bench), _sizes(bench)[1]
-    name = OURS if OURS in POLICY_NAMES else "lru"
     for full_size in STORE_SIZES:
         store_slots = bench.count(full_size, 200)
         found = {
             which: simulate(
                 trace,
-                [name],
+                [OURS],
                 [slots],
                 store_slots=store_slots,
                 admission=make_admission(which),
@@ -171,8 +170,6 @@ def objects(bench: Bench) -> None:
     later = _next_requests(trace)
     for size in _sizes(bench):
         for name, peer in peers.items():
-            if name not in {*POLICY_NAMES, CLAIRVOYANT}:
-                continue
             (mine,) = simulate(trace, [name], [size])
             theirs = _peer_hits(peer(cache_size=size), trace, later)
             verdict = "equal" if mine.num_object_hits == theirs else "different"

@@ -6,6 +6,11 @@ from typing import ClassVar, Protocol
 
 from pagedkv.spec import PageKey
 
+_LEFT = 1 << 5
+"""Set in what ``AdmitLikely`` remembers of a page that has left the pool."""
+_FEW = 32
+"""Pages from which a share is worth nothing."""
+
 
 class AdmissionPolicy(Protocol):
     """Spares the disk pages that nobody is likely to ask for again.
@@ -157,12 +162,6 @@ class AdmitLikely:
                 self._lost[value & ~_LEFT] += 1
 
 
-_LEFT = 1 << 5
-"""Set in what ``AdmitLikely`` remembers of a page that has left the pool."""
-_FEW = 32
-"""Pages from which a share is worth nothing."""
-
-
 class _Memory:
     """A number for each of at most ``limit`` keys, of which the older half is forgotten at once."""
 
@@ -191,14 +190,15 @@ class _Memory:
         where[key] = value
 
 
-ADMISSION_NAMES = (AdmitAll.name, AdmitSeenTwice.name, AdmitLikely.name)
+_POLICIES = {policy.name: policy for policy in (AdmitAll, AdmitSeenTwice, AdmitLikely)}
+ADMISSION_NAMES: tuple[str, ...] = tuple(_POLICIES)
+"""The names that ``make_admission`` knows."""
 
 
 def make_admission(name: str) -> AdmissionPolicy:
-    """A fresh admission policy of this name; ``ValueError`` if there is none."""
-    for admission in (AdmitAll, AdmitSeenTwice, AdmitLikely):
-        if admission.name == name:
-            return admission()
-    raise ValueError(
-        f"there is no admission policy {name!r}: take one of {', '.join(ADMISSION_NAMES)}"
-    )
+    """A fresh admission policy of this name; ``ValueError`` lists those there are."""
+    if name not in _POLICIES:
+        raise ValueError(
+            f"there is no admission policy {name!r}: take one of {', '.join(ADMISSION_NAMES)}"
+        )
+    return _POLICIES[name]()

@@ -29,12 +29,12 @@ from pagedkv.page import Page
 from pagedkv.policies.lru import LRU
 from pagedkv.policy import EvictionPolicy, check_policy
 from pagedkv.pool import SlotPool
-from pagedkv.prefix import PageKeys, as_tokens, check_extra, check_salt, page_keys
+from pagedkv.prefix import Extra, PageKeys, as_tokens, check_salt, extra_per_page, page_keys
 from pagedkv.recording import Recording
 from pagedkv.residency import Residency
 from pagedkv.retention import Retention
 from pagedkv.room import Room
-from pagedkv.sequence import Extra, Sequence
+from pagedkv.sequence import Sequence
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.stats import CacheStats, Counters
 from pagedkv.store import PageStore
@@ -342,9 +342,8 @@ class PagedKVCache:
         self.check_usable()
         ids = as_tokens(tokens)
         check_salt(salt)
-        if extra is not None and not isinstance(extra, bytes):
-            check_extra(extra)
-        keys = [page_keys(spec, ids, salt, _per_page(extra, spec, ids)) for spec in self.specs]
+        extras = extra_per_page(extra, len(ids) // self.specs[0].page_tokens)
+        keys = [page_keys(spec, ids, salt, extras) for spec in self.specs]
         sequence = Sequence(self, self._groups, salt, extra)
         if self._recording is not None:
             self._recording.open(sequence, keys[0])
@@ -673,15 +672,3 @@ def _pool_path(
     if path is None or len(specs) == 1:
         return path
     return f"{path}.{specs[number].group}"
-
-
-def _per_page(extra: Extra, spec: KVSpec, tokens: Array) -> list[bytes] | None:
-    """``extra`` for each full page of ``tokens``; ``ValueError`` if it does not cover them."""
-    num_pages = len(tokens) // spec.page_tokens
-    if extra is None:
-        return None
-    if isinstance(extra, bytes):
-        return [extra] * num_pages
-    if len(extra) < num_pages:
-        raise ValueError(f"extra names {len(extra)} pages, but the tokens fill {num_pages}")
-    return list(extra[:num_pages])

@@ -259,13 +259,6 @@ class StoreEvidence:
         return ""
 
 
-def num_common(left: Tokens, right: Tokens) -> int:
-    """How many leading token ids two runs share."""
-    length = min(len(left), len(right))
-    differ = np.flatnonzero(left[:length] != right[:length])
-    return int(differ[0]) if len(differ) else length
-
-
 def _equal(column: "npt.NDArray[np.uint8]", value: bytes) -> "npt.NDArray[np.bool_]":
     """Rows ``(row, byte)`` that have these bytes."""
     equal: npt.NDArray[np.bool_] = (column == np.frombuffer(value, np.uint8)).all(axis=1)

@@ -14,7 +14,15 @@ import numpy.typing as npt
 from pagedkv import files
 from pagedkv.evidence import GONE, StoreEvidence
 from pagedkv.explanation import Eviction, Explanation, GroupExplanation, StopReason, Tier
-from pagedkv.prefix import PageKeys, Tokens, as_tokens, check_extra, page_keys
+from pagedkv.prefix import (
+    Extra,
+    PageKeys,
+    Tokens,
+    as_tokens,
+    extra_of,
+    extra_per_page,
+    page_keys,
+)
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.stored_pages import read_store
 
@@ -43,9 +51,7 @@ class Prompt:
     extras: Sequence[bytes]
 
     @classmethod
-    def of(
-        cls, spec: KVSpec, tokens: Tokens, salt: bytes, extra: bytes | Sequence[bytes] | None
-    ) -> "Prompt":
+    def of(cls, spec: KVSpec, tokens: Tokens, salt: bytes, extra: Extra) -> "Prompt":
         """The prompt for ``spec``; ``extra`` is for all pages, or one value for each full page.
 
         Raises:
@@ -53,16 +59,9 @@ class Prompt:
             TypeError: ``salt`` or a value is not bytes.
         """
         num_pages = len(tokens) // spec.page_tokens
-        if extra is None or isinstance(extra, bytes):
-            extras = [extra or b""] * (num_pages + 1)
-        else:
-            check_extra(extra)
-            if len(extra) < num_pages:
-                raise ValueError(f"extra names {len(extra)} pages, but the tokens fill {num_pages}")
-            extras = [*extra[: num_pages + 1], b""]
-        return cls(
-            keys=page_keys(spec, tokens, salt, extras[:num_pages]), tokens=tokens, extras=extras
-        )
+        keys = page_keys(spec, tokens, salt, extra_per_page(extra, num_pages))
+        extras = [extra_of(extra, number) for number in range(num_pages + 1)]
+        return cls(keys=keys, tokens=tokens, extras=extras)
 
     def parent(self, number: int) -> PageKey:
         """Key of the page before page ``number``."""
@@ -97,7 +96,7 @@ def explain_prefix(
     tokens: npt.ArrayLike,
     *,
     salt: bytes = b"",
-    extra: bytes | Sequence[bytes] | None = None,
+    extra: Extra = None,
     model: str | None = None,
     group: str | None = None,
 ) -> Explanation:

@@ -77,7 +77,7 @@ class GroupExplanation:
         num_pool_pages: Those of them that are in the pool.
         num_spill_pages: Those that are in the spill file only.
         num_store_pages: Those that are in the store only.
-        reason: Why there are no more.
+        reason: Why there are no more; never "missing in a group", which is of all groups together.
         detail: The same in words, with what is known beyond it; may be empty.
         key: Key of the first page that is missing; None if all full pages are there.
         parent: Key of the page before it, or the root key.
@@ -230,7 +230,6 @@ def _because(group: GroupExplanation) -> str:
         StopReason.OTHER_MODEL: "the store is of another model",
         StopReason.OTHER_SALT: "these tokens are stored under another salt",
         StopReason.OTHER_EXTRA: "these tokens are stored with another extra",
-        StopReason.MISSING_IN_GROUP: "another layer group has the page",
     }[group.reason]
     if group.reason is StopReason.NEVER_WRITTEN and group.notes:
         words = f"as far as can be told (see the notes), {words}"

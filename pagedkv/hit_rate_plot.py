@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,8 @@ def check_plot(path: Path, *, force: bool) -> None:
         raise ValueError(f"{path.parent} is no folder: make it first")
     if path.exists() and not force:
         raise FileExistsError(None, "File exists; --force writes over it", str(path))
-    try:
-        import matplotlib as _  # noqa: F401, ICN001
-    except ImportError as error:
-        raise ValueError(
-            "a plot needs matplotlib: install it with pip install 'pagedkv[report]'"
-        ) from error
+    if find_spec("matplotlib") is None:
+        raise ValueError("a plot needs matplotlib: install it with pip install 'pagedkv[report]'")
 
 
 def plot_sizes(num_distinct: int, count: int) -> list[int]:

@@ -24,6 +24,7 @@ SOURCES = (
     "lanes.py",
     "policies/reuse_kernels.py",
     "policies/reuse_model.py",
+    "policies/reuse_nodes.py",
     "quantise.py",
     "read_kernels.py",
     "stack_distances.py",

@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from pagedkv.spec import KVSpec, PageKey
 
+Extra = bytes | Sequence[bytes] | None
+"""What a page's KV depends on beside its tokens: for every page the same, or one for each."""
 Tokens = npt.NDArray[np.int32]
 """Token ids, one dimension."""
 
@@ -158,6 +160,30 @@ def check_salt(salt: object) -> None:
     """Raise ``TypeError`` unless ``salt`` is bytes."""
     if not isinstance(salt, bytes):
         raise TypeError(f"salt is {salt!r}: it must be bytes")
+
+
+def extra_of(extra: Extra, page: int) -> bytes:
+    """The extra of page number ``page``: none if it has no value of its own."""
+    if extra is None or isinstance(extra, bytes):
+        return extra or b""
+    return extra[page] if page < len(extra) else b""
+
+
+def extra_per_page(extra: Extra, num_pages: int) -> list[bytes] | None:
+    """A value for each of ``num_pages`` full pages, as ``page_keys`` takes them.
+
+    Raises:
+        ValueError: ``extra`` has fewer values.
+        TypeError: It is neither bytes nor a sequence of bytes.
+    """
+    if extra is None:
+        return None
+    if isinstance(extra, bytes):
+        return [extra] * num_pages
+    check_extra(extra)
+    if len(extra) < num_pages:
+        raise ValueError(f"extra names {len(extra)} pages, but the tokens fill {num_pages}")
+    return list(extra[:num_pages])
 
 
 def check_extra(extra: object) -> None:

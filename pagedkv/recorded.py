@@ -8,7 +8,7 @@ from typing import Any
 
 from pagedkv.admission import AdmitAll
 from pagedkv.errors import TraceError
-from pagedkv.trace_lines import Progress, read_lines
+from pagedkv.trace_lines import Progress, check_header, json_object, read_lines
 
 Operation = Mapping[str, Any]
 
@@ -90,23 +90,13 @@ def read_recorded(path: str | Path, progress: Progress | None = None) -> Recorde
     path = Path(path)
     lines = read_lines(path, progress)
     number, text = next(lines, (1, "{}"))
-    header = _object(path, number, text)
-    if header.get("format") != "pagedkv-trace" or header.get("version") != 1:
-        raise TraceError(
-            f"{path}, line {number}: format and version are {header.get('format')!r} and "
-            f"{header.get('version')!r}; this reads 'pagedkv-trace', version 1"
-        )
+    header = json_object(path, number, text)
+    check_header(path, number, header, required=("page_tokens", "page_nbytes"))
     slots = header.get("num_slots")
     if not isinstance(slots, list) or not slots or not all(_is_count(n) and n for n in slots):
         raise TraceError(
             f"{path}, line {number}: num_slots is {slots!r}; it must be a list of numbers from 1"
         )
-    for name in ("page_tokens", "page_nbytes"):
-        if not _is_count(header.get(name)) or not header[name]:
-            raise TraceError(
-                f"{path}, line {number}: {name} is {header.get(name)!r}; it must be an integer "
-                "from 1"
-            )
     return Recorded(
         source=str(path),
         policy=str(header.get("policy", "lru")),
@@ -125,7 +115,7 @@ def _operations(
 ) -> Iterator[Operation]:
     is_open: set[int] = set()
     for number, text in lines:
-        values = _object(path, number, text)
+        values = json_object(path, number, text)
         what = _mistake(values, num_groups, is_open)
         if what:
             raise TraceError(f"{path}, line {number}: {what}")
@@ -161,13 +151,3 @@ def _is_count(value: object) -> bool:
 
 def _is_page(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**31
-
-
-def _object(path: Path, line: int, text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}, line {line}: no JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise TraceError(f"{path}, line {line}: {text[:40]!r} is no JSON object")
-    return values

@@ -11,7 +11,7 @@ they read the pages that it finds, and put the others.
 
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from pagedkv.recorded import Operation, Recorded
 from pagedkv.sequence import Sequence as CacheSequence
 from pagedkv.spec import KVSpec, PageKey
 from pagedkv.store import PageStore
+from pagedkv.trace_lines import Progress
 
 _EVERY = 1024
 _MOST_MATCHES = 64
@@ -60,7 +61,7 @@ def replay_recorded(
     num_slots: Sequence[int] | None = None,
     *,
     admission: AdmissionPolicy | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ReplayCounts:
     """Do again what was recorded, perhaps under another policy or at another size.
 

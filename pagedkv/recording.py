@@ -17,9 +17,7 @@ from typing import Any, Self
 
 from pagedkv.prefix import PageKeys
 from pagedkv.spec import PageKey
-
-FORMAT = "pagedkv-trace"
-VERSION = 1
+from pagedkv.trace_lines import FORMAT, VERSION
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from pagedkv.trace import Request
 
 Batches = Iterable[list[Request]]
 Advance = Callable[[int], None]
-"""Is told of so many more block accesses."""
+"""Is told of so many more page accesses."""
 
 
 @dataclass(slots=True)
@@ -76,17 +76,23 @@ def replay_pool(
                 result.num_held_hits += sum(key in resident for key in whole)
             if held:
                 policy.hold(held)
-            missing = len(resident) + len(fresh) - slots
-            if missing > 0:
-                victims = list(islice(policy.victims(), missing))
-                policy.evict(victims)
-                resident.difference_update(victims)
+            _make_room(policy, resident, len(resident) + len(fresh) - slots)
             resident.update(fresh)
             policy.use(keys, parents)
         advance(num_pages)
     if is_prefix_closed:
         result.num_held_hits = sum(result.hits)
     return result
+
+
+def _make_room(policy: EvictionPolicy, resident: set[PageKey], missing: int) -> list[PageKey]:
+    """Let as many pages leave a tier as slots are missing, if any are; those that left."""
+    if missing <= 0:
+        return []
+    victims = list(islice(policy.victims(), missing))
+    policy.evict(victims)
+    resident.difference_update(victims)
+    return victims
 
 
 class _Store:
@@ -125,11 +131,7 @@ class _Store:
         self.num_written += len(taken)
         held.update(taken)
         self._use(taken)
-        excess = len(held) - self._num_pages
-        if excess > 0:
-            victims = list(islice(self._policy.victims(), excess))
-            self._policy.evict(victims)
-            held.difference_update(victims)
+        _make_room(self._policy, held, len(held) - self._num_pages)
 
     def _use(self, pages: Sequence[PageKey]) -> None:
         """Count pages, children before parents, as used, and with them the held ones before them.
@@ -191,12 +193,7 @@ def replay_tiers(
             fresh = [key for key in keys if key not in resident]
             if held:
                 policy.hold(held)
-            missing = len(resident) + len(fresh) - slots
-            if missing > 0:
-                victims = list(islice(policy.victims(), missing))
-                policy.evict(victims)
-                resident.difference_update(victims)
-                store.offer(victims)
+            store.offer(_make_room(policy, resident, len(resident) + len(fresh) - slots))
             if len(whole) > slots:
                 store.offer([key for key in reversed(whole[slots:]) if key not in resident])
             resident.update(fresh)

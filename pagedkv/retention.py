@@ -18,8 +18,13 @@ class Retention:
     """For whom the pages of a prompt are worth more than others.
 
     Args:
-        priority: From 1; pages of a lower one leave before. Pages without retention have 0.
+        priority: From 1; pages of a lower one leave before. Pages without retention have 0, which
+            ends it.
         ttl: Seconds after their last use until they count as all others; None for ever.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: ``priority`` is no integer.
     """
 
     priority: int

@@ -21,7 +21,7 @@ from pagedkv.group import LayerGroup
 from pagedkv.matrix_attention import MatrixAttention
 from pagedkv.page import Page
 from pagedkv.page_attention import PageAttention
-from pagedkv.prefix import Tokens, as_tokens, chain_key
+from pagedkv.prefix import Extra, Tokens, as_tokens, chain_key, extra_of
 from pagedkv.recording import Recording
 from pagedkv.retention import Retention
 from pagedkv.spec import PageKey
@@ -33,8 +33,6 @@ Array = npt.NDArray[Any]
 _FEW_QUERIES = 16
 """So many are attended in the pool by kernels; more, by matrix products over gathered pages."""
 _nothing = nullcontext()
-Extra = bytes | Seq[bytes] | None
-"""What a page's KV depends on beside its tokens: for every page the same, or one for each."""
 
 
 class Sequence:
@@ -519,7 +517,7 @@ class Sequence:
             )
             for number, group in enumerate(self._groups)
         ]
-        rest, extra = tokens[start : start + self._page_tokens], _extra_of(self._extra, at)
+        rest, extra = tokens[start : start + self._page_tokens], extra_of(self._extra, at)
         wish = Wish(tokens=rest, salt=self._salt, extra=extra, whole=whole)
         count, pages = continuation.copy_longest(parts, wish, refresh=refresh)
         for table, page in zip(self._tables, pages, strict=False):
@@ -621,7 +619,7 @@ class Sequence:
             key = self._next_key(number, tokens)
             if at >= self._num_dropped:
                 place, parent = at - self._num_dropped, self._parent(number, at)
-                extra = _extra_of(self._extra, at)
+                extra = extra_of(self._extra, at)
                 table[place] = group.give_key(table[place], key, parent, tokens, self._salt, extra)
                 named.append(table[place])
             keys.append(key)
@@ -630,7 +628,7 @@ class Sequence:
     def _next_key(self, number: int, tokens: Tokens) -> PageKey:
         """The key of ``tokens`` behind the pages that have keys."""
         at = len(self._keys[number])
-        extra = _extra_of(self._extra, at)
+        extra = extra_of(self._extra, at)
         return chain_key(self._parent(number, at), tokens, self._salt, extra)
 
     def _parent(self, number: int, at: int) -> PageKey:
@@ -692,9 +690,3 @@ def _common(one: Seq[Page], other: Seq[Page]) -> int:
 
 def _pages_of(num_tokens: int, page_tokens: int) -> int:
     return -(-num_tokens // page_tokens)
-
-
-def _extra_of(extra: Extra, page: int) -> bytes:
-    if extra is None or isinstance(extra, bytes):
-        return extra or b""
-    return extra[page] if page < len(extra) else b""

@@ -2,11 +2,12 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.admission import AdmissionPolicy, AdmitAll, check_admission
 from pagedkv.cost_model import TOKEN_NBYTES, CostModel
@@ -15,14 +16,12 @@ from pagedkv.policy import EvictionPolicy, check_policy
 from pagedkv.replay import Replay, replay_pool, replay_tiers
 from pagedkv.spec import PageKey
 from pagedkv.trace import Numbers, Request, Trace
+from pagedkv.trace_lines import Progress
 
 CLAIRVOYANT = "clairvoyant"
 """The name of the bound."""
 
 MAX_SLOTS = 2**31 - 1
-
-Progress = Callable[[int, int], None]
-"""Is told how many block accesses of how many have been replayed."""
 
 _KEPT_ACCESSES = 4_000_000
 """Keys of traces up to this long are put into lists once, not for each replay anew."""
@@ -37,12 +36,12 @@ class SimulationResult:
     Args:
         policy: The policy's name.
         slots: Pages that the pool holds.
-        store_slots: Pages that the store below it holds; 0 without one.
+        store_slots: Pages that the store below it holds; 0 without one, or if it has no bound.
         admission: The name of the store's admission policy; None without a store.
         method: ``"replay"`` through the policy object, ``"stack distances"`` (LRU, all sizes in one
-            pass) or ``"clairvoyant"``.
+            pass), ``"clairvoyant"``, or ``"recording"`` (what a live cache did, by a real cache).
         num_requests: Requests of the trace.
-        num_pages: Pages that they asked for: block accesses.
+        num_pages: Pages that they asked for; a page counts as often as it is asked for.
         num_hits: Those within leading runs that were held when the request came.
         hit_rate: ``num_hits / num_pages``.
         num_object_hits: Pages that were held, behind a miss too; differs from ``num_hits`` only
@@ -57,7 +56,7 @@ class SimulationResult:
         prefill_tokens_saved: Tokens of prompts that need not be computed.
         mean_ttft_s: Mean time to the first token under the cost model.
         seconds: Processor time that the simulation took, keys and compiling left out; of
-            "stack distances" that of the one pass for all sizes.
+            "stack distances" that of the one pass for all sizes; of a recording time by the clock.
         accesses_per_second: ``num_pages / seconds``.
     """
 
@@ -106,7 +105,7 @@ def simulate(
         cost: What prefill and reading cost.
         one_pass: Compute LRU without a store at all sizes at once, where several are asked for.
             False replays each through the policy object; the hits are the same.
-        progress: Is told how far it is.
+        progress: Is told how many page accesses of how many have been replayed.
 
     Returns:
         A result for each policy and size, policy after policy.
@@ -322,9 +321,7 @@ class _Runs:
             accesses_per_second=trace.num_pages / max(seconds, 1e-9),
         )
 
-    def _ttft_s(
-        self, cached: Numbers, read: Numbers
-    ) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    def _ttft_s(self, cached: Numbers, read: Numbers) -> npt.NDArray[np.float64]:
         prefill = self._cost.prefill_s(self._trace.prompt_tokens, cached)
         return prefill + self._cost.read_s(read * self._page_nbytes)
 

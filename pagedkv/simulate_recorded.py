@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from pagedkv.policies import make_policy
 from pagedkv.policy import EvictionPolicy, check_policy
 from pagedkv.recorded import Recorded
 from pagedkv.recorded_replay import ReplayCounts, replay_recorded
-from pagedkv.simulate import SimulationResult
-
-Progress = Callable[[int, int], None]
+from pagedkv.simulate import SimulationResult, check_slots
+from pagedkv.trace_lines import Progress
 
 
 def simulate_recorded(
@@ -44,12 +43,12 @@ def simulate_recorded(
         groups differ in size is that of the first.
 
     Raises:
-        ValueError: There is no policy, or admission policy, of a name, or a size is not positive.
-        TypeError: A policy is no object that has all of one.
+        ValueError: There is no policy, or admission policy, of a name, or a size is no number of
+            slots.
+        TypeError: A size is no integer, or a policy no object that has all of one.
     """
     for size in slots:
-        if size < 1:
-            raise ValueError(f"slots is {size}: a pool needs at least one slot")
+        check_slots("slots", size)
     makers = [make_policy(one) if isinstance(one, str) else one for one in policies]
     for one in makers:
         check_policy(one)

@@ -67,7 +67,7 @@ class Trace:
 
     @property
     def num_pages(self) -> int:
-        """How many pages were asked for, all requests together: the block accesses."""
+        """How many pages were asked for, all requests together: the page accesses."""
         return len(self.pages)
 
     @property

@@ -1,12 +1,18 @@
-"""The lines of a trace's file, one after another, gzip or not."""
+"""The lines of a trace's file, one after another, gzip or not; and the header of our own format."""
 
 import gzip
+import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from pagedkv.errors import TraceError
+
+FORMAT = "pagedkv-trace"
+VERSION = 1
+"""What the first line of a trace in our own format names."""
 
 MAX_LINE_NBYTES = 64 << 20
 """No line of a trace is longer: a request of a million pages takes a quarter of it."""
@@ -63,6 +69,61 @@ def read_lines(path: Path, progress: Progress | None = None) -> Iterator[tuple[i
         ) from error
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from error
+
+
+def json_object(path: Path, line: int, text: str) -> dict[str, Any]:
+    """The JSON object that a line is.
+
+    Raises:
+        TraceError: It is something else; the message names the line.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TraceError(
+            f"{path}, line {line}: no JSON ({error.msg}, column {error.colno}); each line must be"
+            " one JSON object"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path}, line {line}: JSON that cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise TraceError(
+            f"{path}, line {line}: a JSON {type(value).__name__}; each line must be one JSON object"
+        )
+    return value
+
+
+def check_header(
+    path: Path, line: int, header: Mapping[str, Any], *, required: Collection[str]
+) -> None:
+    """Check what the first line of a trace in our own format says of format, version and pages.
+
+    Args:
+        path: The file, for messages.
+        line: The line, for messages.
+        header: What stands there.
+        required: Which of ``page_tokens`` and ``page_nbytes`` it must have.
+
+    Raises:
+        TraceError: It is of another format, of a later version, or a size is missing or wrong.
+    """
+
+    def fail(message: str) -> TraceError:
+        return TraceError(f"{path}, line {line}: {message}")
+
+    if header.get("format") != FORMAT:
+        raise fail(f'format is {header.get("format")!r}; this reads "{FORMAT}"')
+    version = header.get("version")
+    if type(version) is not int or version < 1:
+        raise fail(f"version is {version!r}; it must be an integer from 1")
+    if version > VERSION:
+        raise fail(f"version is {version}; this release reads up to {VERSION}: install a newer one")
+    for name in ("page_tokens", "page_nbytes"):
+        value = header.get(name)
+        if value is None and name in required:
+            raise fail(f"the header has no {name}; add it")
+        if value is not None and (type(value) is not int or value < 1):
+            raise fail(f"{name} is {value!r}; it must be an integer from 1")
 
 
 def _text(path: Path, number: int, line: bytes) -> str:

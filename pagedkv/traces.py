@@ -1,7 +1,6 @@
 """``read_trace``: traces out of files, in any of the formats that docs/traces.md describes."""
 
 import csv
-import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -10,10 +9,8 @@ from typing import Any
 from pagedkv.errors import TraceError
 from pagedkv.trace import Trace
 from pagedkv.trace_builder import TraceBuilder
-from pagedkv.trace_lines import Progress, read_lines
+from pagedkv.trace_lines import Progress, check_header, json_object, read_lines
 
-FORMAT = "pagedkv-trace"
-VERSION = 1
 MOONCAKE_PAGE_TOKENS = 512
 CSV_PAGE_TOKENS = 16
 
@@ -61,17 +58,17 @@ def read_trace(
         )
         _add_csv(builder, chain([first], lines))
         return builder.build()
-    header = _object(path, line, text)
+    header = json_object(path, line, text)
     if "format" in header:
         builder = _from_header(path, line, header, page_tokens, page_nbytes)
         for number, other in lines:
-            _add_event(builder, number, _object(path, number, other))
+            _add_event(builder, number, json_object(path, number, other))
         return builder.build()
     if not any(name in header for name in _MOONCAKE):
         has = ", ".join(sorted(header)[:8]) or "nothing"
         raise TraceError(
             f"{path}, line {line}: neither a request of Mooncake's, with {', '.join(_MOONCAKE)},"
-            f' nor a header with "format": "{FORMAT}" (it has {has}): begin the file as'
+            f' nor a header with "format": "pagedkv-trace" (it has {has}): begin the file as'
             " docs/traces.md says"
         )
     builder = TraceBuilder(
@@ -82,7 +79,7 @@ def read_trace(
     )
     _add_mooncake(builder, line, header)
     for number, other in lines:
-        _add_mooncake(builder, number, _object(path, number, other))
+        _add_mooncake(builder, number, json_object(path, number, other))
     return builder.build()
 
 
@@ -107,25 +104,11 @@ def _from_header(
     page_tokens: int | None,
     page_nbytes: int | None,
 ) -> TraceBuilder:
-    def fail(message: str) -> TraceError:
-        return TraceError(f"{path}, line {line}: {message}")
-
-    if header["format"] != FORMAT:
-        raise fail(f'format is {header["format"]!r}; this reads "{FORMAT}"')
-    version = header.get("version")
-    if type(version) is not int or version < 1:
-        raise fail(f"version is {version!r}; it must be an integer from 1")
-    if version > VERSION:
-        raise fail(f"version is {version}; this release reads up to {VERSION}: install a newer one")
-    for name in ("page_tokens", "page_nbytes"):
-        value = header.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise fail(f"{name} is {value!r}; it must be an integer from 1")
-    if page_tokens is None and header.get("page_tokens") is None:
-        raise fail("the header has no page_tokens; add it")
+    required = () if page_tokens else ("page_tokens",)
+    check_header(path, line, header, required=required)
     chained = header.get("chained", True)
     if type(chained) is not bool:
-        raise fail(f"chained is {chained!r}; it must be true or false")
+        raise TraceError(f"{path}, line {line}: chained is {chained!r}; it must be true or false")
     return TraceBuilder(
         path,
         "pagedkv",
@@ -194,23 +177,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _object(path: Path, line: int, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TraceError(
-            f"{path}, line {line}: no JSON ({error.msg}, column {error.colno}); each line must be"
-            " one JSON object"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}, line {line}: JSON that cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise TraceError(
-            f"{path}, line {line}: a JSON {type(value).__name__}; each line must be one JSON object"
-        )
-    return value
 
 
 def _field(builder: TraceBuilder, line: int, values: dict[str, Any], name: str) -> object:

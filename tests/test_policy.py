@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_samples import make_key, make_spec
 
-from pagedkv import LFU, EvictionPolicy, PagedKVCache
+from pagedkv import FIFO, LFU, LRU, EvictionPolicy, PagedKVCache
 from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.policies.entry_policy import EntryPolicy
 
@@ -541,3 +541,16 @@ def test_lru_2_remembers_the_last_use_of_what_left() -> None:
     policy.discard([A])
     use_each(policy, B, A)
     assert list(policy.victims()) == [A, B]
+
+
+@pytest.mark.parametrize("policy", [LRU(), FIFO()])
+def test_what_waits_for_its_children_is_met_once(policy: LRU) -> None:
+    """A prompt put page by page, its root first: no search walks over all of it again."""
+    chain = [make_key(number) for number in range(300)]
+    for key, parent in zip(chain, [None, *chain[:-1]], strict=True):
+        policy.use([key], [parent])
+    assert next(policy.victims()) == chain[-1]
+    assert list(policy._order) == chain[-1:]
+    policy.evict(chain[-1:])
+    assert list(policy.victims()) == chain[-2::-1]
+    assert len(policy) == 299

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kv_samples import make_spec
 
 from pagedkv import page_keys
-from pagedkv.prefix import as_tokens, chain_key
+from pagedkv.prefix import as_tokens, chain_key, extra_of, extra_per_page
 
 SPEC = make_spec(page_tokens=4)
 
@@ -137,3 +137,19 @@ def test_repr_tells_how_many_pages() -> None:
     assert "2 pages of 4 tokens" in repr(keys)
     assert keys[0].hex()[:12] in repr(keys)
     assert "0 pages" in repr(page_keys(SPEC, []))
+
+
+def test_one_extra_stands_for_all_pages_and_a_sequence_for_one_page_each() -> None:
+    assert [extra_of(None, n) for n in range(2)] == [b"", b""]
+    assert [extra_of(b"lora", n) for n in range(2)] == [b"lora", b"lora"]
+    assert [extra_of([b"a", b"b"], n) for n in range(3)] == [b"a", b"b", b""]
+    assert extra_per_page(None, 2) is None
+    assert extra_per_page(b"lora", 2) == [b"lora", b"lora"]
+    assert extra_per_page((b"a", b"b", b"c"), 2) == [b"a", b"b"]
+
+
+def test_an_extra_that_does_not_cover_all_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="extra names 1 pages, but the tokens fill 2"):
+        extra_per_page([b"a"], 2)
+    with pytest.raises(TypeError, match=r"extra\[1\] is 'b': it must be bytes"):
+        extra_per_page([b"a", "b"], 2)  # type: ignore[list-item]

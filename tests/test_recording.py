@@ -14,9 +14,11 @@ import pagedkv as pk
 from pagedkv.admission import ADMISSION_NAMES, AdmitAll, make_admission
 from pagedkv.cli import app
 from pagedkv.errors import TraceError
+from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.recorded import is_recorded, read_recorded
 from pagedkv.recorded_replay import replay_recorded
 from pagedkv.simulate_recorded import simulate_recorded
+from pagedkv.trace_lines import VERSION
 
 SPEC = make_spec(page_tokens=4)
 NUM_SLOTS = 40
@@ -127,12 +129,12 @@ def record(path: Path, cache: pk.PagedKVCache, seed: int, num_steps: int = 300) 
     return stats
 
 
-@pytest.mark.parametrize("policy", [pk.LRU, pk.FIFO])
-@pytest.mark.parametrize("seed", range(6))
-def test_the_replay_hits_as_often_as_the_cache_did(tmp_path: Path, policy: Any, seed: int) -> None:
-    with pk.PagedKVCache(SPEC, NUM_SLOTS, policy=policy()) as cache:
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_replay_hits_as_often_as_the_cache_did(tmp_path: Path, policy: str, seed: int) -> None:
+    with pk.PagedKVCache(SPEC, NUM_SLOTS, policy=make_policy(policy)) as cache:
         stats = record(tmp_path / "trace.jsonl", cache, seed)
-    counts = replay_recorded(read_recorded(tmp_path / "trace.jsonl"), policy())
+    counts = replay_recorded(read_recorded(tmp_path / "trace.jsonl"), make_policy(policy))
     assert stats.num_pool_hits > 100
     assert counts.num_pool_hits == stats.num_pool_hits
     assert counts.num_misses == stats.num_misses
@@ -299,7 +301,7 @@ GOOD = {
         ('{"op": "put", "group": 0, "pages": [1], "parent": "x"}', "line 2: parent is 'x'"),
         ('{"op": "append", "sequence": 3, "tokens": 4}', "line 2: sequence 3 is not open"),
         ('{"op": "open", "sequence": 1, "pages"', "line 2: no JSON"),
-        ("[1]", "line 2: '.1.' is no JSON object"),
+        ("[1]", "line 2: a JSON list; each line must be one JSON object"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -311,12 +313,27 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"version": 2}, {"num_slots": []}, {"num_slots": [0]}, {"page_tokens": "4"}]
+    "wrong",
+    [
+        {"format": "other"},
+        {"version": "1"},
+        {"num_slots": []},
+        {"num_slots": [0]},
+        {"page_tokens": "4"},
+        {"page_nbytes": None},
+    ],
 )
 def test_a_wrong_header_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(GOOD | wrong) + "\n")
     with pytest.raises(TraceError, match=f"line 1: .*{next(iter(wrong))}"):
+        read_recorded(path)
+
+
+def test_a_later_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(GOOD | {"version": VERSION + 1}) + "\n")
+    with pytest.raises(TraceError, match="reads up to 1: install a newer one"):
         read_recorded(path)
 
 

@@ -1,3 +1,5 @@
+"""ReuseIndex alone: the contract where it is hard to keep, its memory, its guard, what it hits."""
+
 import copy
 import hashlib
 import random
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pagedkv.policies import reuse_nodes
 from pagedkv.policies.lru import LRU
 from pagedkv.policies.reuse_index import ReuseIndex
 from pagedkv.spec import PageKey
@@ -74,7 +77,7 @@ def lru_hits(requests: list[list[int]], num_slots: int) -> int:
 
 def index_of_guard(policy: ReuseIndex) -> int:
     """What the shadow says that LRU would have hit."""
-    return int(policy._sums[policy._kernels.LRU_HITS])
+    return int(policy._sums[reuse_nodes.LRU_HITS])
 
 
 def test_a_parent_never_leaves_before_its_child() -> None:
@@ -212,8 +215,7 @@ def test_an_evicted_page_is_remembered_but_only_so_many_are() -> None:
         use(policy, *range(number, number + 100))
         policy.evict(list(policy.victims()))
     assert len(policy) == 0
-    kernels = policy._kernels
-    assert policy._scalars[kernels.NUM_GHOSTS] == policy._num_nodes
+    assert policy._scalars[reuse_nodes.NUM_GHOSTS] == policy._num_nodes
     use(policy, 1, 2)
     assert policy._node_array["seen"][policy._nodes[key(2)]] == 1
     assert not any(

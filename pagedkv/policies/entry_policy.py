@@ -169,7 +169,7 @@ class EntryPolicy(ABC):
             entry.queue.unpark(entry)
 
     def _is_parked(self, entry: Entry) -> bool:
-        """Does an entry that ``_next`` has not taken stand out of line?"""
+        """Whether an entry that ``_next`` has not taken stands out of line."""
         return entry.after is None
 
     def _take_out(self, entry: Entry) -> None:
@@ -177,7 +177,7 @@ class EntryPolicy(ABC):
         entry.queue.remove(entry)
 
     def _may_leave(self, entry: Entry) -> bool:
-        """Is it a candidate, and none of its children one?"""
+        """Whether it is a candidate, and none of its children is one."""
         return not entry.is_held and entry.key not in self._num_children
 
     def _first_free(self, queue: Queue) -> Entry | None:

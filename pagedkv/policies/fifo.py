@@ -22,19 +22,24 @@ class FIFO(LRU):
 
     def use(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None]) -> None:
         """Make unknown pages, with those of ``keys`` before them, the last to leave."""
-        order, held, num_children = self._order, self._held, self._num_children
+        order, parked, held = self._order, self._parked, self._held
+        num_children = self._num_children
         has_come = False
         for key, parent in zip(reversed(keys), reversed(parents), strict=True):
-            if key not in order:
-                has_come = True
-                order[key] = parent
-            else:
+            if key in order or key in parked:
                 if has_come:
+                    if key in parked:
+                        order[key] = self._unpark(key)
                     order.move_to_end(key)
                 if key not in held:
                     continue
                 held.discard(key)
-                parent = order[key]  # noqa: PLW2901
+                parent = self._parent(key)  # noqa: PLW2901
+                if key in parked:
+                    self._freed.append((self._places[key], key))
+            else:
+                has_come = True
+                order[key] = parent
             if parent is not None:
                 num_children[parent] = num_children.get(parent, 0) + 1
 
@@ -43,7 +48,7 @@ class FIFO(LRU):
         for key in keys:
             if key in self._held:
                 raise KeyError(key)
-            self._drop_child(self._order[key])
+            self._drop_child(self._parent(key))
             self._held.add(key)
 
     def evict(self, keys: Sequence[PageKey]) -> None:
@@ -55,15 +60,20 @@ class FIFO(LRU):
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the pages, if there are such."""
         for key in keys:
-            if key in self._held:
-                self._held.discard(key)
-                del self._order[key]
-            elif key in self._order:
-                self._drop_child(self._order.pop(key))
+            if key in self._order or key in self._parked:
+                if key in self._held:
+                    self._held.discard(key)
+                else:
+                    self._drop_child(self._parent(key))
+                if self._order.pop(key, None) is None and key in self._parked:
+                    self._unpark(key)
 
     def victims(self) -> Iterator[PageKey]:
         """The candidates, the first that came first, but children before parents."""
         return self._leaving(self._held)
 
     def __len__(self) -> int:
-        return len(self._order) - len(self._held)
+        return super().__len__() - len(self._held)
+
+    def _parent(self, key: PageKey) -> PageKey | None:
+        return self._order[key] if key in self._order else self._parked[key]

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
+from itertools import chain
 from typing import ClassVar
 
 from pagedkv.spec import PageKey
@@ -20,6 +21,11 @@ class LRU:
     def __init__(self) -> None:
         self._order: OrderedDict[PageKey, PageKey | None] = OrderedDict()  # parents by key
         self._num_children: dict[PageKey, int] = {}  # candidates by parent, where there are any
+        # Older than all in the order, but hindered by a child or a holder; parents by key.
+        self._parked: dict[PageKey, PageKey | None] = {}
+        self._places: dict[PageKey, int] = {}  # of what is parked: which one is older
+        self._num_parked = 0  # so far
+        self._freed: list[tuple[int, PageKey]] = []  # of what is parked; some are hindered again
 
     def start(self, num_slots: int) -> None:
         """Nothing depends on the number of slots."""
@@ -33,6 +39,8 @@ class LRU:
         for key, parent in zip(reversed(keys), reversed(parents), strict=True):
             if key in order:
                 order.move_to_end(key)
+            elif key in self._parked:
+                order[key] = self._unpark(key)
             else:
                 order[key] = parent
                 if parent is not None:
@@ -40,25 +48,25 @@ class LRU:
 
     def hold(self, keys: Sequence[PageKey]) -> None:
         """Take the pages out of the order; ``use`` puts them at its end."""
-        order = self._order
-        for key in keys:
-            self._drop_child(order.pop(key))
+        self.evict(keys)
 
     def evict(self, keys: Sequence[PageKey]) -> None:
         """Forget the pages."""
         order, num_children = self._order, self._num_children
         for key in keys:
-            parent = order.pop(key)
+            parent = order.pop(key) if key in order else self._unpark(key)
             if parent is not None:  # as in _drop_child, which would take a third of the time
                 left = num_children[parent] - 1
                 if left:
                     num_children[parent] = left
                 else:
                     del num_children[parent]
+                    if parent in self._parked:
+                        self._freed.append((self._places[parent], parent))
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget the pages, if there are such."""
-        self.evict([key for key in keys if key in self._order])
+        self.evict([key for key in keys if key in self._order or key in self._parked])
 
     def victims(self) -> Iterator[PageKey]:
         """The candidates, the least recently used first, but children before parents."""
@@ -69,27 +77,63 @@ class LRU:
         return self.victims()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) + len(self._parked)
+
+    # -- inside ------------------------------------------------------------------------------
 
     def _leaving(self, held: Container[PageKey]) -> Iterator[PageKey]:
-        """All of the order but what is held."""
-        order, num_children = self._order, self._num_children
+        """All that is not held.
+
+        The oldest ones are parked as long as they are hindered, so that they are met only once.
+        """
+        self._park(held)
+        order, num_children, parked = self._order, self._num_children, self._parked
         named: dict[PageKey, int] = {}  # children that were named, by parent
         passed: set[PageKey] = set()  # met before their children
-        for key in order:
+        for key in chain([key for _, key in self._freed], order):
             if key in held:
                 continue
             if key in num_children and num_children[key] != named.get(key):
                 passed.add(key)
                 continue
             yield key
-            parent = order[key]
+            parent = order[key] if key in order else parked[key]
             while parent is not None:
                 named[parent] = named.get(parent, 0) + 1
-                if parent not in passed or num_children[parent] != named[parent]:
+                if num_children[parent] != named[parent] or parent in held:
                     break
-                yield parent
-                parent = order[parent]
+                if parent in passed:
+                    yield parent
+                    parent = order[parent]
+                elif parent in parked:
+                    yield parent
+                    parent = parked[parent]
+                else:  # its own turn comes
+                    break
+
+    def _park(self, held: Container[PageKey]) -> None:
+        """Park what is hindered of the oldest, and sort out who is no more."""
+        order, num_children = self._order, self._num_children
+        while order:
+            key = next(iter(order))
+            if key not in num_children and key not in held:
+                break
+            self._num_parked += 1
+            self._places[key] = self._num_parked
+            self._parked[key] = order.pop(key)
+        if self._freed:
+            places = self._places
+            self._freed = sorted(
+                (place, key)
+                for place, key in set(self._freed)
+                if places.get(key) == place and key not in num_children and key not in held
+            )
+
+    def _unpark(self, key: PageKey) -> PageKey | None:
+        """Take a page from where the hindered are; its parent. ``KeyError`` if it is not there."""
+        parent = self._parked.pop(key)
+        del self._places[key]
+        return parent
 
     def _drop_child(self, parent: PageKey | None) -> None:
         if parent is not None:
@@ -98,3 +142,5 @@ class LRU:
                 self._num_children[parent] = left
             else:
                 del self._num_children[parent]
+                if parent in self._parked:
+                    self._freed.append((self._places[parent], parent))

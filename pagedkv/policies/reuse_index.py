@@ -26,9 +26,9 @@ class ReuseIndex:
     Time is counted in requested pages. Nothing is random: the same calls give the same victims. It
     takes 200 bytes a slot and two megabytes; beside them Python refers to the resident keys.
 
-    Sources: ``reuse_model.py`` and ``reuse_kernels.py`` name them. That a use before the last one
-    tells more than the last one is LRU-2's idea (O'Neil 1993); that two orders compete by what
-    each would have hit is ARC's (Megiddo and Modha 2003).
+    Sources: the ``reuse_….py`` beside this one name them. That a use before the last one tells more
+    than the last one is LRU-2's idea (O'Neil 1993); that two orders compete by what each would have
+    hit is ARC's (Megiddo and Modha 2003).
     """
 
     name: ClassVar[str] = "pagedkv"
@@ -47,17 +47,18 @@ class ReuseIndex:
         """Make room for what is to be remembered; ``ValueError`` without slots."""
         import numpy as np
 
-        from pagedkv.policies import reuse_kernels, reuse_model
+        from pagedkv.policies import reuse_kernels, reuse_model, reuse_nodes
 
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}: a tier holds at least one page")
         self._num_nodes = (1 + _GHOSTS_A_SLOT) * num_slots + _MORE_GHOSTS
         self._kernels: Any = reuse_kernels
-        self._node_array = np.zeros(self._num_nodes, reuse_kernels.NODE)
-        self._scalars = np.zeros(reuse_kernels.NUM_SCALARS, np.int64)
-        self._sums = np.zeros(reuse_kernels.NUM_SUMS, np.float64)
+        self._layout: Any = reuse_nodes
+        self._node_array = np.zeros(self._num_nodes, reuse_nodes.NODE)
+        self._scalars = np.zeros(reuse_nodes.NUM_SCALARS, np.int64)
+        self._sums = np.zeros(reuse_nodes.NUM_SUMS, np.float64)
         self._heads = np.zeros(reuse_model.NUM_AGES, np.int32)
-        self._cells = np.zeros((reuse_model.NUM_CELLS, reuse_kernels.NUM_COLUMNS), np.int32)
+        self._cells = np.zeros((reuse_model.NUM_CELLS, reuse_nodes.NUM_COLUMNS), np.int32)
         self._statistics = np.zeros((reuse_model.NUM_CELLS, reuse_model.NUM_COLUMNS), np.float64)
         self._factors = np.ones(
             (reuse_model.NUM_FACTORS, reuse_model.SEEN, reuse_model.NUM_GROUPS), np.float64
@@ -90,7 +91,7 @@ class ReuseIndex:
             if len(nodes) + len(new) > self._num_nodes:
                 raise ValueError(
                     f"{len(nodes) + len(new)} pages in a tier that was started with "
-                    f"{self._scalars[self._kernels.NUM_SLOTS]} slots: tell of those that left"
+                    f"{self._scalars[self._layout.NUM_SLOTS]} slots: tell of those that left"
                 )
         is_chain = list(parents[1:]) == list(keys[:-1])
         first = parents[0]
@@ -216,9 +217,9 @@ class ReuseIndex:
     def __len__(self) -> int:
         if not self._num_nodes:
             return 0
-        kernels, scalars = self._kernels, self._scalars
-        planned = scalars[kernels.NUM_PLANNED] - scalars[kernels.TAKEN]
-        return int(scalars[kernels.NUM_CANDIDATES] + planned)
+        layout, scalars = self._layout, self._scalars
+        planned = scalars[layout.NUM_PLANNED] - scalars[layout.TAKEN]
+        return int(scalars[layout.NUM_CANDIDATES] + planned)
 
     def _extend(self, count: int) -> None:
         """Plan more victims, if there are any."""
@@ -270,7 +271,7 @@ class ReuseIndex:
         array = self._node_array
         self._kernels.cancel(array, self._scalars, self._cells, self._plan)  # children count again
         for node in ids[array["children"][ids] > 0].tolist():
-            is_child = (array["parent"] == node) & (array["flags"] & self._kernels.RESIDENT != 0)
+            is_child = (array["parent"] == node) & (array["flags"] & self._layout.RESIDENT != 0)
             for child in is_child.nonzero()[0].tolist():
                 self._awaits[self._keys[child]] = self._keys[node]
                 self._awaited.setdefault(self._keys[node], set()).add(self._keys[child])

@@ -1,10 +1,4 @@
-"""Compiled steps of ``ReuseIndex``: pages as numbered nodes of fixed arrays.
-
-A *node* is a page that is remembered: resident, or a *ghost* that has left. All of them are in one
-list by last use, the *recency list*, of which each age (``reuse_model.py``) is a run; its newest
-``num_slots`` nodes are what LRU would hold (its stack property; Mattson et al. 1970), so that a
-shadow of LRU costs one flag a node. Candidates without candidate children are in the list of their
-cell, oldest first, from which victims are taken.
+"""Compiled steps of ``ReuseIndex``: what it does with its nodes (``reuse_nodes.py``).
 
 Victims are *planned*: taken out of their lists for as long as nothing else changes, and put back in
 the reverse order, which leaves every list as it was ("dancing links"; Hitotumatu and Noshita 1979).
@@ -12,68 +6,72 @@ the reverse order, which leaves every list as it was ("dancing links"; Hitotumat
 
 from typing import Any
 
-import numpy as np
-
 from pagedkv.kernel_cache import kernel
 from pagedkv.policies.reuse_model import (
     EVENTS,
-    EXPOSURE,
     NUM_AGES,
     NUM_CELLS,
     NUM_CLASSES,
-    OCCUPANTS,
-    SINCE,
     class_of,
     learn,
     rank,
 )
-
-NODE = np.dtype(
-    [
-        ("last", np.int64),  # time of the last use; no two nodes have the same
-        ("parent", np.int32),  # of a ghost: half of its fingerprint
-        ("children", np.int32),  # candidates whose parent this is; of a ghost: the other half
-        ("older", np.int32),
-        ("newer", np.int32),
-        ("before", np.int32),  # in the list of the cell
-        ("after", np.int32),  # the same; of a ghost: the next one in its bucket; the next free node
-        ("label", np.int16),  # the class
-        ("length", np.uint16),  # pages of the last request, or the most that fits
-        ("age", np.uint8),
-        ("seen", np.uint8),
-        ("flags", np.uint8),
-    ],
-    align=True,
-)
-RESIDENT, GHOST, HELD, LISTED, SHADOW, PLANNED, MARKED = 1, 2, 4, 8, 16, 32, 64
-
-(
-    NOW,
-    NEWEST,
-    OLDEST,
-    EDGE,  # the oldest node in the shadow
-    NUM_SHADOW,
-    NUM_SLOTS,
+from pagedkv.policies.reuse_nodes import (
+    EDGE,
+    FIRST,
     FREE,
+    GHOST,
+    HEAD,
+    HELD,
+    IS_LRU,
+    LISTED,
+    LOSS,
+    LRU_HITS,
+    MARKED,
+    NEWEST,
+    NOW,
+    NUM_CANDIDATES,
     NUM_FREE,
     NUM_GHOSTS,
-    OLD_GHOST,  # no ghost is older than this node; -1 if there is none
-    NUM_CANDIDATES,
     NUM_PLANNED,
-    TAKEN,  # victims of the plan that have left
-    FIRST,  # no cell of lower rank has candidates
-    REFRESH,  # time of the next one
-    IS_LRU,  # the guard's order is in force
+    NUM_SHADOW,
+    NUM_SLOTS,
     NUM_SWITCHES,
-    SWITCHED,  # when it came into force
-    NUM_SCALARS,
-) = range(19)
-OWN_HITS, LRU_HITS, RECENT_OWN, RECENT_LRU, LOSS, NUM_SUMS = range(6)
-HEAD, TAIL, RANK, ORDER, NUM_COLUMNS = range(5)
+    OLD_GHOST,
+    OLDEST,
+    ORDER,
+    OWN_HITS,
+    PLANNED,
+    RANK,
+    RECENT_LRU,
+    RECENT_OWN,
+    REFRESH,
+    RESIDENT,
+    SHADOW,
+    SWITCHED,
+    TAIL,
+    TAKEN,
+    append,
+    count_node,
+    delist,
+    enlist,
+    find_ghost,
+    fingerprint,
+    forget,
+    forget_oldest_ghost,
+    grow_older,
+    make_ghost,
+    relist,
+    unlink,
+)
 
 REFRESH_EVERY = 2000
 """Pages requested between two fits of the model."""
 _MOST_SEEN = 64
+_LRU_AT_FIRST = 3
+"""So many times as many pages as there are slots are requested before ours is tried."""
+_LRU_AGAIN = 4
+"""And so many, before it is tried again."""
 
 
 @kernel
@@ -83,6 +81,8 @@ def reset(nodes: Any, scalars: Any, heads: Any, cells: Any, buckets: Any, num_sl
     for name in (NEWEST, OLDEST, EDGE, OLD_GHOST):
         scalars[name] = -1
     scalars[NUM_SLOTS] = num_slots
+    scalars[IS_LRU] = 1
+    scalars[SWITCHED] = (_LRU_AT_FIRST - _LRU_AGAIN) * num_slots
     scalars[NUM_FREE] = len(nodes)
     for node in range(len(nodes)):
         nodes[node].after = node + 1
@@ -95,221 +95,6 @@ def reset(nodes: Any, scalars: Any, heads: Any, cells: Any, buckets: Any, num_sl
         cells[place, ORDER] = place
 
 
-# --- Fingerprints of ghosts ---------------------------------------------------------------------
-
-
-@kernel
-def _fingerprint(words: Any, number: Any) -> Any:
-    """64 bits of a key that is eight int32 words; those that differ seldom agree."""
-    mixed = np.uint64(0)
-    for word in range(8):
-        mixed ^= np.uint64(np.uint32(words[8 * number + word]))
-        mixed *= np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-    return mixed
-
-
-@kernel
-def _find_ghost(nodes: Any, buckets: Any, mixed: Any) -> Any:
-    """The ghost with this fingerprint, out of its bucket now; -1 if there is none."""
-    low = np.int32(np.uint32(mixed & np.uint64(0xFFFFFFFF)))
-    high = np.int32(np.uint32(mixed >> np.uint64(32)))
-    bucket = np.int64(mixed % np.uint64(len(buckets)))
-    before = -1
-    node = buckets[bucket]
-    while node >= 0:
-        after = nodes[node].after
-        if nodes[node].parent == low and nodes[node].children == high:
-            if before < 0:
-                buckets[bucket] = after
-            else:
-                nodes[before].after = after
-            return node
-        before = node
-        node = after
-    return -1
-
-
-@kernel
-def _own_fingerprint(nodes: Any, node: Any) -> Any:
-    low = np.uint64(np.uint32(nodes[node].parent))
-    return low | np.uint64(np.uint32(nodes[node].children)) << np.uint64(32)
-
-
-@kernel
-def _make_ghost(nodes: Any, scalars: Any, buckets: Any, node: Any, mixed: Any) -> None:
-    nodes[node].parent = np.int32(np.uint32(mixed & np.uint64(0xFFFFFFFF)))
-    nodes[node].children = np.int32(np.uint32(mixed >> np.uint64(32)))
-    bucket = np.int64(mixed % np.uint64(len(buckets)))
-    nodes[node].after = buckets[bucket]
-    buckets[bucket] = node
-    nodes[node].flags = GHOST | nodes[node].flags & SHADOW
-    scalars[NUM_GHOSTS] += 1
-    old = scalars[OLD_GHOST]
-    if old < 0 or nodes[node].last < nodes[old].last:
-        scalars[OLD_GHOST] = node
-
-
-# --- The recency list, ages, cells --------------------------------------------------------------
-
-
-@kernel
-def _count(nodes: Any, statistics: Any, cell: Any, now: Any, node: Any, sign: Any) -> None:
-    """A node comes into a cell or leaves it: so much of a request as it is."""
-    row = statistics[cell]
-    row[EXPOSURE] += row[OCCUPANTS] * (now - row[SINCE])
-    row[SINCE] = now
-    row[OCCUPANTS] += sign / nodes[node].length
-
-
-@kernel
-def _unlink(nodes: Any, scalars: Any, heads: Any, node: Any) -> None:
-    """Take a node out of the recency list, and so out of the shadow."""
-    older, newer = nodes[node].older, nodes[node].newer
-    age = nodes[node].age
-    if heads[age] == node:
-        heads[age] = newer if newer >= 0 and nodes[newer].age == age else -1
-    for name in (EDGE, OLD_GHOST):
-        if scalars[name] == node:
-            scalars[name] = newer
-    if older >= 0:
-        nodes[older].newer = newer
-    else:
-        scalars[OLDEST] = newer
-    if newer >= 0:
-        nodes[newer].older = older
-    else:
-        scalars[NEWEST] = older
-    if nodes[node].flags & SHADOW:
-        nodes[node].flags &= ~SHADOW & 255
-        scalars[NUM_SHADOW] -= 1
-
-
-@kernel
-def _append(nodes: Any, scalars: Any, heads: Any, node: Any) -> None:
-    """Make a node the newest of the recency list, in the shadow."""
-    newest = scalars[NEWEST]
-    nodes[node].older = newest
-    nodes[node].newer = -1
-    if newest >= 0:
-        nodes[newest].newer = node
-    else:
-        scalars[OLDEST] = node
-    scalars[NEWEST] = node
-    nodes[node].age = 0
-    if heads[0] < 0:
-        heads[0] = node
-    if scalars[EDGE] < 0:
-        scalars[EDGE] = node
-    nodes[node].flags |= SHADOW
-    scalars[NUM_SHADOW] += 1
-
-
-@kernel
-def _enlist(nodes: Any, scalars: Any, cells: Any, node: Any) -> None:
-    """Put a candidate into the list of its cell: first if it is older than the first, else last."""
-    cell = nodes[node].label * NUM_AGES + nodes[node].age
-    head = cells[cell, HEAD]
-    nodes[node].flags |= LISTED
-    if head >= 0 and nodes[node].last <= nodes[head].last:
-        nodes[node].before = -1
-        nodes[node].after = head
-        nodes[head].before = node
-        cells[cell, HEAD] = node
-    else:
-        tail = cells[cell, TAIL]
-        nodes[node].before = tail
-        nodes[node].after = -1
-        if tail >= 0:
-            nodes[tail].after = node
-        else:
-            cells[cell, HEAD] = node
-        cells[cell, TAIL] = node
-    scalars[FIRST] = min(scalars[FIRST], cells[cell, RANK])
-
-
-@kernel
-def _delist(nodes: Any, cells: Any, node: Any) -> None:
-    """Take a candidate out of the list of its cell; the node remembers its neighbours."""
-    cell = nodes[node].label * NUM_AGES + nodes[node].age
-    before, after = nodes[node].before, nodes[node].after
-    if before >= 0:
-        nodes[before].after = after
-    else:
-        cells[cell, HEAD] = after
-    if after >= 0:
-        nodes[after].before = before
-    else:
-        cells[cell, TAIL] = before
-    nodes[node].flags &= ~LISTED & 255
-
-
-@kernel
-def _relist(nodes: Any, cells: Any, node: Any) -> None:
-    """Undo the last ``_delist``."""
-    cell = nodes[node].label * NUM_AGES + nodes[node].age
-    before, after = nodes[node].before, nodes[node].after
-    if before >= 0:
-        nodes[before].after = node
-    else:
-        cells[cell, HEAD] = node
-    if after >= 0:
-        nodes[after].before = node
-    else:
-        cells[cell, TAIL] = node
-    nodes[node].flags |= LISTED
-
-
-@kernel
-def _grow_older(
-    nodes: Any, scalars: Any, heads: Any, cells: Any, statistics: Any, ends: Any
-) -> None:
-    """Move nodes on whose age has ended."""
-    now = scalars[NOW]
-    for age in range(NUM_AGES - 1):
-        node = heads[age]
-        while node >= 0 and now - nodes[node].last >= ends[age]:
-            newer = nodes[node].newer
-            heads[age] = newer if newer >= 0 and nodes[newer].age == age else -1
-            cell = nodes[node].label * NUM_AGES + age
-            _count(nodes, statistics, cell, now, node, -1)
-            _count(nodes, statistics, cell + 1, now, node, 1)
-            is_listed = nodes[node].flags & LISTED
-            if is_listed:
-                _delist(nodes, cells, node)
-            nodes[node].age = age + 1
-            if heads[age + 1] < 0:
-                heads[age + 1] = node
-            if is_listed:
-                _enlist(nodes, scalars, cells, node)
-            node = heads[age]
-
-
-@kernel
-def _forget(nodes: Any, scalars: Any, heads: Any, cells: Any, statistics: Any, node: Any) -> None:
-    """Make a node free that is in no list but the recency list."""
-    cell = nodes[node].label * NUM_AGES + nodes[node].age
-    _count(nodes, statistics, cell, scalars[NOW], node, -1)
-    _unlink(nodes, scalars, heads, node)
-    nodes[node].flags = 0
-    nodes[node].after = scalars[FREE]
-    scalars[FREE] = node
-    scalars[NUM_FREE] += 1
-
-
-@kernel
-def _forget_oldest_ghost(
-    nodes: Any, scalars: Any, heads: Any, cells: Any, statistics: Any, buckets: Any
-) -> None:
-    node = scalars[OLD_GHOST]
-    while not nodes[node].flags & GHOST:
-        node = nodes[node].newer
-    scalars[OLD_GHOST] = nodes[node].newer
-    _find_ghost(nodes, buckets, _own_fingerprint(nodes, node))
-    scalars[NUM_GHOSTS] -= 1
-    _forget(nodes, scalars, heads, cells, statistics, node)
-
-
 # --- What the policy does -----------------------------------------------------------------------
 
 
@@ -317,14 +102,14 @@ def _forget_oldest_ghost(
 def _gain_child(nodes: Any, cells: Any, parent: Any) -> None:
     nodes[parent].children += 1
     if nodes[parent].flags & LISTED:
-        _delist(nodes, cells, parent)
+        delist(nodes, cells, parent)
 
 
 @kernel
 def _lose_child(nodes: Any, scalars: Any, cells: Any, parent: Any) -> None:
     nodes[parent].children -= 1
     if nodes[parent].children == 0 and not nodes[parent].flags & (HELD | PLANNED):
-        _enlist(nodes, scalars, cells, parent)
+        enlist(nodes, scalars, cells, parent)
 
 
 @kernel
@@ -332,7 +117,7 @@ def _leave(nodes: Any, scalars: Any, cells: Any, node: Any) -> None:
     """A candidate is one no longer."""
     scalars[NUM_CANDIDATES] -= 1
     if nodes[node].flags & LISTED:
-        _delist(nodes, cells, node)
+        delist(nodes, cells, node)
     parent = nodes[node].parent
     if parent >= 0:
         _lose_child(nodes, scalars, cells, parent)
@@ -365,7 +150,7 @@ def _guard(scalars: Any, sums: Any, own: Any, lru: Any, length: Any) -> None:
     loss = sums[LRU_HITS] - sums[OWN_HITS] - allowance
     recent = sums[RECENT_OWN] + allowance - 0.95 * sums[RECENT_LRU]
     if scalars[IS_LRU]:
-        has_waited = scalars[NOW] - scalars[SWITCHED] >= 4 * num_slots
+        has_waited = scalars[NOW] - scalars[SWITCHED] >= _LRU_AGAIN * num_slots
         if has_waited and loss <= 0.75 * budget and recent >= 0.01 * sums[RECENT_LRU]:
             scalars[IS_LRU] = 0
             scalars[FIRST] = 0
@@ -404,28 +189,28 @@ def use(
     now = scalars[NOW]
     if now >= scalars[REFRESH]:
         _refresh(scalars, cells, statistics, factors, ends)
-    _grow_older(nodes, scalars, heads, cells, statistics, ends)
+    grow_older(nodes, scalars, heads, cells, statistics, ends)
     own, known, lru = _recall(nodes, scalars, buckets, words, ids)
     for number in range(length - 1, -1, -1):  # the root becomes the newest
         node = ids[number]
         if node < 0:
             if scalars[NUM_FREE] == 0:
-                _forget_oldest_ghost(nodes, scalars, heads, cells, statistics, buckets)
+                forget_oldest_ghost(nodes, scalars, heads, cells, statistics, buckets)
             node = _take_free(nodes, scalars)
             ids[number] = node
         else:
             cell = nodes[node].label * NUM_AGES + nodes[node].age
-            _count(nodes, statistics, cell, now, node, -1)
+            count_node(nodes, statistics, cell, now, node, -1)
             statistics[cell, EVENTS] += 1.0 / nodes[node].length
             if nodes[node].flags & LISTED:
-                _delist(nodes, cells, node)
-            _unlink(nodes, scalars, heads, node)
+                delist(nodes, cells, node)
+            unlink(nodes, scalars, heads, node)
         nodes[node].seen = min(nodes[node].seen + 1, _MOST_SEEN)
         nodes[node].last = now + length - 1 - number
         nodes[node].label = class_of(nodes[node].seen, known, length, number)
-        _append(nodes, scalars, heads, node)
+        append(nodes, scalars, heads, node)
         nodes[node].length = min(length, 65535)
-        _count(nodes, statistics, nodes[node].label * NUM_AGES, now, node, 1)
+        count_node(nodes, statistics, nodes[node].label * NUM_AGES, now, node, 1)
     _come_in(nodes, scalars, cells, ids, first_parent, is_chain)
     scalars[NOW] = now + length
     _shrink_shadow(nodes, scalars)
@@ -445,7 +230,7 @@ def _recall(nodes: Any, scalars: Any, buckets: Any, words: Any, ids: Any) -> Any
         own += 1
     for number in range(own, length):
         if ids[number] < 0:
-            node = _find_ghost(nodes, buckets, _fingerprint(words, number))
+            node = find_ghost(nodes, buckets, fingerprint(words, number))
             if node >= 0:
                 scalars[NUM_GHOSTS] -= 1
                 nodes[node].flags &= ~GHOST & 255
@@ -498,7 +283,7 @@ def _come_in(
     for number in range(len(ids)):
         node = ids[number]
         if nodes[node].children == 0 and not nodes[node].flags & LISTED:
-            _enlist(nodes, scalars, cells, node)
+            enlist(nodes, scalars, cells, node)
 
 
 @kernel
@@ -587,7 +372,7 @@ def evict(
             _leave(nodes, scalars, cells, node)
             if nodes[node].children:
                 _orphan(nodes, node)
-        _make_ghost(nodes, scalars, buckets, node, _fingerprint(words, number))
+        make_ghost(nodes, scalars, buckets, node, fingerprint(words, number))
 
 
 @kernel
@@ -602,7 +387,7 @@ def discard(
             _leave(nodes, scalars, cells, node)
         if nodes[node].children:
             _orphan(nodes, node)
-        _forget(nodes, scalars, heads, cells, statistics, node)
+        forget(nodes, scalars, heads, cells, statistics, node)
 
 
 # --- Victims ------------------------------------------------------------------------------------
@@ -637,7 +422,7 @@ def extend(nodes: Any, scalars: Any, cells: Any, plan: Any, count: Any) -> Any:
         node = _next_victim(nodes, scalars, cells)
         if node < 0:
             break
-        _delist(nodes, cells, node)
+        delist(nodes, cells, node)
         nodes[node].flags |= PLANNED
         plan[planned + added] = node
         added += 1
@@ -658,9 +443,9 @@ def cancel(nodes: Any, scalars: Any, cells: Any, plan: Any) -> None:
         parent = nodes[node].parent
         if parent >= 0:
             if nodes[parent].flags & LISTED:
-                _delist(nodes, cells, parent)
+                delist(nodes, cells, parent)
             nodes[parent].children += 1
-        _relist(nodes, cells, node)
+        relist(nodes, cells, node)
         nodes[node].flags &= ~PLANNED & 255
         scalars[NUM_CANDIDATES] += 1
         cell = nodes[node].label * NUM_AGES + nodes[node].age

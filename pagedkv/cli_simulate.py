@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedkv.cli_output import JsonOption, console, print_json, progress_bar
+from pagedkv.simulation_tables import HOW_ESTIMATED, footer, print_tables
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from pagedkv.admission import AdmissionPolicy
     from pagedkv.cost_model import CostModel
     from pagedkv.simulate import SimulationResult
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
 _SHARES = (0.01, 0.05, 0.1, 0.3)
 """Of the trace's different pages: the sizes that are simulated by default."""
-_TTFT = "First token: mean, under the cost model of docs/simulate.md."
 _CURVE_SIZES = 60
 """Points of a curve that is computed at once."""
 _REPLAYED_SIZES = 8
@@ -198,8 +195,8 @@ def simulate(
         f"{trace.name}: {read.num_requests:,} requests for {read.num_pages:,} pages, of which"
         f" {read.num_distinct:,} are different"
     )
-    _print_tables(out, results)
-    out.print(_footer(read, results))
+    print_tables(out, results)
+    out.print(footer(read, results))
     if plot is not None:
         out.print(f"Plot: {plot}")
 
@@ -266,9 +263,10 @@ def _simulate_recorded(
         f"{path.name}: {results[0].num_requests:,} requests for {results[0].num_pages:,} pages,"
         f" recorded under {recorded.policy}"
     )
-    _print_tables(out, results)
+    print_tables(out, results)
     out.print(
-        f"Hit rate: requested pages that were held, {recorded.page_tokens} tokens a page. {_TTFT}"
+        f"Hit rate: requested pages that were held, {recorded.page_tokens} tokens a page."
+        f" {HOW_ESTIMATED}"
     )
 
 
@@ -346,78 +344,3 @@ def _curves(
                     progress=progress,
                 )
     return results
-
-
-def _print_tables(out: "Console", results: "list[SimulationResult]") -> None:
-    """What was hit and, if there was a store, what that cost; each fits into 80 columns."""
-    from pagedkv.spec import format_nbytes
-
-    headings = ["hit rate", "tokens", "tokens saved", "first token"]
-    rows = [
-        [
-            f"{result.hit_rate:.2%}",
-            f"{result.token_hit_rate:.2%}",
-            f"{result.prefill_tokens_saved:,}",
-            _milliseconds(result.mean_ttft_s),
-        ]
-        for result in results
-    ]
-    out.print(_table(headings, results, rows))
-    stored = [result for result in results if result.admission and result.policy != "clairvoyant"]
-    if not stored:
-        return
-    headings = ["from store", "written", "read", "written a hit"]
-    rows = [
-        [
-            f"{result.store_hits / max(1, result.num_pages):.2%}",
-            format_nbytes(result.bytes_written),
-            format_nbytes(result.bytes_read),
-            "" if per_hit is None else format_nbytes(per_hit),
-        ]
-        for result in stored
-        for per_hit in [result.bytes_written_per_hit]
-    ]
-    out.print(_table(headings, stored, rows))
-
-
-def _milliseconds(seconds: float) -> str:
-    """Whole ones, or three digits of few."""
-    value = seconds * 1000
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
-
-
-def _table(
-    headings: list[str], results: "list[SimulationResult]", rows: list[list[str]]
-) -> "Table":
-    """A row for each result, a section for each policy."""
-    from rich.table import Table
-
-    named = [
-        [result.policy, f"{result.slots:,}", *row]
-        for result, row in zip(results, rows, strict=True)
-    ]
-    table = Table()
-    for number, heading in enumerate(["policy", "slots", *headings]):
-        texts = [*heading.split(), *(row[number] for row in named)]
-        width = max(map(len, texts))  # headings wrap, figures never
-        table.add_column(heading, justify="right" if number else "left", min_width=width)
-    last = results[0].policy
-    for result, cells in zip(results, named, strict=True):
-        if result.policy != last:
-            table.add_section()
-        last = result.policy
-        table.add_row(*cells, style="bold" if result.policy == "pagedkv" else None)
-    return table
-
-
-def _footer(trace: "Trace", results: "list[SimulationResult]") -> str:
-    text = (
-        "From cold. Hit rate: requested pages within leading runs that were held; tokens: the same"
-        f" by tokens, {trace.page_tokens} a page. {_TTFT}"
-    )
-    if results[0].store_slots:
-        text += (
-            f" Below the pool a store of {results[0].store_slots:,} pages, which takes in:"
-            f" {results[0].admission}; clairvoyant: one tier as large as both."
-        )
-    return text

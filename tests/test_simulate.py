@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv import KVSpec, PagedKVCache, cli, cli_simulate, page_keys
+from pagedkv import KVSpec, PagedKVCache, cli, page_keys, simulation_tables
 from pagedkv.admission import ADMISSION_NAMES, AdmitAll, AdmitLikely, AdmitSeenTwice, make_admission
 from pagedkv.cli_output import console
 from pagedkv.cost_model import CostModel
@@ -504,7 +504,7 @@ def test_tables_fit_into_80_columns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    cli_simulate._print_tables(console(), [mooncake_like])
+    simulation_tables.print_tables(console(), [mooncake_like])
     output = capsys.readouterr().out
     assert "…" not in output
     assert max(map(len, output.splitlines())) <= 80, output
@@ -516,7 +516,7 @@ def test_tables_fit_into_80_columns(
     ("seconds", "text"), [(0.000466, "0.466 ms"), (0.0123456, "12.3 ms"), (1.2344, "1,234 ms")]
 )
 def test_times_of_any_size_can_be_told_apart(seconds: float, text: str) -> None:
-    assert cli_simulate._milliseconds(seconds) == text
+    assert simulation_tables.milliseconds(seconds) == text
 
 
 def test_options_of_the_cost_model_count(

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -362,6 +362,8 @@ class PagedKVCache:
                 self._recording.append(sequence, sequence.num_tokens)
         except BaseException:
             self.forget(sequence)
+            if self._recording is not None:
+                self._recording.close_sequence(sequence)
             for group, table in zip(self._groups, tables, strict=True):
                 group.release(table)
             raise
@@ -520,7 +522,8 @@ class PagedKVCache:
                 logger.warning("evicted pages could not be written at first: %s", earlier)
         self.is_closed = True
         if self._recording is not None:
-            self._recording.close()
+            with suppress(OSError):  # it was logged
+                self._recording.close()
         try:
             self._loader.close()
             with self._lock:

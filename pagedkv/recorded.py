@@ -138,6 +138,8 @@ def _mistake(values: Operation, num_groups: int, is_open: set[int]) -> str:
         return f"group is {values['group']}; num_slots in line 1 names {num_groups}"
     if op in _WITH_PAGES and not (isinstance(pages, list) and all(map(_is_page, pages))):
         return f"pages of {op!r} are {pages!r}; they must be a list of integers from 0"
+    if op in ("append", "truncate", "drop") and values["tokens"] >= 2**31:
+        return f"tokens of {op!r} is {values['tokens']}; it must be less than {2**31}"
     if parent is not None and not _is_page(parent):
         return f"parent is {parent!r}; it must be null or an integer from 0"
     if op != "open" and "sequence" in _INTEGERS[op] and values["sequence"] not in is_open:

@@ -20,7 +20,7 @@ import numpy as np
 
 from pagedkv.admission import AdmissionPolicy, make_admission
 from pagedkv.cache import PagedKVCache
-from pagedkv.errors import PagedKVError
+from pagedkv.errors import PagedKVError, TraceError
 from pagedkv.policy import EvictionPolicy
 from pagedkv.prefix import PageKeys, Tokens, chain_key
 from pagedkv.recorded import Operation, Recorded
@@ -80,6 +80,7 @@ def replay_recorded(
     Raises:
         ValueError: There are not as many numbers of slots as layer groups, or there is no admission
             policy of the recorded name.
+        TraceError: The operations contradict each other.
     """
     slots = recorded.num_slots if num_slots is None else tuple(num_slots)
     if len(slots) != len(recorded.num_slots):
@@ -108,8 +109,12 @@ def replay_recorded(
         for number, operation in enumerate(recorded.operations):
             if progress is not None and number % _EVERY == 0:
                 progress(number, total)
-            with suppress(PagedKVError):  # as the recorded cache may have raised it
+            try:
                 replay.do(operation)
+            except TraceError:
+                raise
+            except PagedKVError:
+                pass  # the recorded cache may have raised it too
             replay.attribute_hits()
         if progress is not None:
             progress(total, total)
@@ -157,6 +162,7 @@ class _Replay:
     """Does the operations one after another."""
 
     def __init__(self, recorded: Recorded, cache: PagedKVCache) -> None:
+        self._source = recorded.source
         self._page_tokens = recorded.page_tokens
         self._cache = cache
         self._parents = _parents(recorded)
@@ -185,8 +191,9 @@ class _Replay:
         elif op == "begin":
             self._before = self._last = self._cache.stats()
             self._requests.clear()
-        else:
-            self._of_sequence(op, operation)
+        elif operation["sequence"] in self._sequences:  # else it could not be opened
+            with suppress(ValueError):  # it may hold less than there, or not equally much of all
+                self._of_sequence(op, operation)
 
     def attribute_hits(self) -> None:
         """Count what the last operation hit for the last prompt."""
@@ -277,8 +284,6 @@ class _Replay:
         )
 
     def _of_sequence(self, op: str, operation: Operation) -> None:
-        if operation["sequence"] not in self._sequences:  # it could not be opened
-            return
         sequence, pages = self._sequences[operation["sequence"]]
         if op == "append":
             group, target = operation.get("group"), self._tiny(operation["tokens"], 2)
@@ -323,10 +328,15 @@ class _Replay:
     def _key(self, group: int, page: int) -> PageKey:
         """The key of a page: that of a sequence's page where prefixes of it are known."""
         keys = self._keys[group]
-        path: list[int] = []
+        path: dict[int, None] = {}
         at: int | None = page
         while at is not None and at not in keys and at in self._parents:
-            path.append(at)
+            if at in path:
+                raise TraceError(
+                    f"{self._source}: page {at} comes before itself, by its parents; a page has "
+                    "one parent, which comes before it"
+                )
+            path[at] = None
             at = self._parents[at]
         if at is not None and at not in keys:  # opaque, or behind such a page
             keys[at] = PageKey(at.to_bytes(32, "little"))
@@ -357,6 +367,11 @@ def _parents(recorded: Recorded) -> dict[int, int | None]:
         elif op == "commit":
             table = tables[operation["sequence"]]
             start = operation["start"]
+            if start > len(table):
+                raise TraceError(
+                    f"{recorded.source}: sequence {operation['sequence']} has {len(table)} pages "
+                    f"with names, and its 'commit' starts at page {start}"
+                )
             before = table[start - 1] if start else None
             table[start:] = pages
         elif op == "fork":

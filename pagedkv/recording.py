@@ -5,6 +5,7 @@ Pages are numbered in the order in which they are seen: no token, key or salt is
 """
 
 import json
+import logging
 import os
 import threading
 import time
@@ -18,6 +19,8 @@ from typing import Any, Self
 from pagedkv.prefix import PageKeys
 from pagedkv.spec import PageKey
 from pagedkv.trace_lines import FORMAT, VERSION
+
+logger = logging.getLogger("pagedkv")
 
 
 @dataclass(slots=True)
@@ -34,6 +37,9 @@ class _State:
 class Recording:
     """Writes operations to a file as they begin. Thread-safe; made by ``PagedKVCache.record``.
 
+    Where the file cannot be written any more, the recording ends: the cache goes on, and ``close``
+    raises what was the matter.
+
     Args:
         path: The file; it must not exist.
         header: What the first line says of the cache.
@@ -47,6 +53,7 @@ class Recording:
         self.path = Path(path)
         self._file = self.path.open("x", encoding="utf-8")
         self._lock = threading.Lock()
+        self._failure: OSError | None = None
         self._numbers: dict[PageKey, int] = {}
         self._states: dict[int, _State] = {}  # by the id of an open sequence
         self._num_sequences = 0
@@ -173,9 +180,17 @@ class Recording:
         self._write(op="begin")
 
     def close(self) -> None:
-        """End the recording. A second call does nothing."""
+        """End the recording. A second call does nothing.
+
+        Raises:
+            OSError: The file could not be written to its end.
+        """
         with self._lock:
-            self._file.close()
+            if not self._file.closed:
+                self._end()
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Self:
         return self
@@ -213,4 +228,17 @@ class Recording:
         line = json.dumps({"time": round(time.monotonic() - self._began, 6), **values}) + "\n"
         with self._lock:
             if not self._file.closed:
-                self._file.write(line)
+                try:
+                    self._file.write(line)
+                except OSError as error:
+                    self._end(error)
+
+    def _end(self, failure: OSError | None = None) -> None:
+        """Close the file; called with the lock held."""
+        try:
+            self._file.close()
+        except OSError as error:
+            failure = failure or error
+        if failure is not None:
+            self._failure = failure
+            logger.warning("the recording to %s ends before its time: %s", self.path, failure)

@@ -214,12 +214,16 @@ class Residency:
         self._policy.use((page.key,), (page.parent,))  # type: ignore[arg-type] # candidates have keys
 
     def retain(self, pages: Sequence[Page], retention: Retention) -> None:
-        """Let those of a prefix's pages that have keys and slots leave later than others."""
+        """Let those of a prefix's pages that have keys and slots leave later than others.
+
+        Those without a slot that lead to them do so too, should they come back before.
+        """
         policy = self._policy
         if not isinstance(policy, Retaining):
             policy = self._policy = Retaining(policy)
-        known = [page for page in pages if page.key is not None and page.slot is not None]
+        known = [page for page in dict.fromkeys(pages) if page.key is not None]
         policy.retain([_key(page) for page in known], retention)
+        policy.discard([_key(page) for page in known if page.slot is None])
         self.touch(known)
 
     # -- slots -------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ from pagedkv.policies.lru import LRU
 from pagedkv.policy import EvictionPolicy
 from pagedkv.spec import PageKey
 
+_FEW = 64
+"""Outdated entries that are not worth clearing away."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -51,7 +54,9 @@ class Retaining:
     """An eviction policy over another one: retained pages are ranked apart, and leave last.
 
     Of one priority the least recently used leaves first. Retention is for whole prefixes from the
-    root, so that a parent's is never less than its child's. It ends when the page leaves.
+    root, so that a parent's is never less than its child's. It ends when the page leaves, or its
+    time is up; but while a child of the page is retained, the page is ranked as if it had not
+    ended, so that it does not leave before the child.
 
     Args:
         base: Ranks all other pages.
@@ -64,6 +69,7 @@ class Retaining:
         self._base = base
         self._clock = clock
         self._retained: dict[PageKey, Retention] = {}
+        self._ended: set[PageKey] = set()  # those of them that only wait for their children
         self._parents: dict[PageKey, PageKey | None] = {}  # of what is retained
         self._num_children: dict[PageKey, int] = {}  # the same
         self._ranks: dict[int, LRU] = {}  # by priority
@@ -79,17 +85,15 @@ class Retaining:
         self._base.discard(keys)
         self._leave(keys)
         if not retention.priority:
-            for key in reversed(keys):
-                if self._num_children.get(key):
-                    break
-                self._forget(key)
+            self._end(keys)
             return
-        for key, parent in zip(keys, (None, *keys[:-1]), strict=True):
+        for key, parent in zip(keys, (None, *keys), strict=False):
             if key not in self._retained:
                 self._parents[key] = parent
                 if parent is not None:
                     self._num_children[parent] = self._num_children.get(parent, 0) + 1
             self._retained[key] = retention.joined(self._retained.get(key))
+        self._ended.difference_update(keys)
 
     def start(self, num_slots: int) -> None:
         """Nothing: the base was started before."""
@@ -109,9 +113,8 @@ class Retaining:
             if retention is not None:
                 self._places[key] = priority, parent
                 self._expires.pop(key, None)
-                if retention.ttl is not None:
-                    expires = self._expires[key] = self._clock() + retention.ttl
-                    heapq.heappush(self._due, (expires, key))
+                if retention.ttl is not None and key not in self._ended:
+                    self._expire_at(key, self._clock() + retention.ttl)
         for priority, (own_keys, own_parents) in parts.items():
             self._rank(priority).use(own_keys, own_parents)
 
@@ -126,15 +129,13 @@ class Retaining:
         """Pages left; they are retained no more."""
         self._leave(keys)
         self._base.evict([key for key in keys if key not in self._retained])
-        for key in keys:
-            self._forget(key)
+        self._end(keys)
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget pages."""
         self._leave(keys)
         self._base.discard(keys)
-        for key in keys:
-            self._forget(key)
+        self._end(keys)
 
     def victims(self) -> Iterator[PageKey]:
         """What is not retained, then the lowest priority first."""
@@ -165,10 +166,31 @@ class Retaining:
                 if not len(self._ranks[priority]):
                     del self._ranks[priority]
 
-    def _forget(self, key: PageKey) -> None:
-        if self._retained.pop(key, None) is None:
-            return
-        self._expires.pop(key, None)
+    def _end(self, keys: Sequence[PageKey]) -> None:
+        """End the retention of pages, once no child of theirs is retained.
+
+        What is a candidate then is one of the base, as if it was used just now.
+        """
+        over: list[PageKey] = []
+        parents: list[PageKey | None] = []
+        for key in keys:
+            if key in self._retained:
+                self._ended.add(key)
+                self._expires.pop(key, None)
+            at: PageKey | None = key
+            while at in self._ended and at not in self._num_children:
+                if at in self._places:
+                    over.append(at)
+                    parents.append(self._places[at][1])
+                at = self._forget(at)
+        if over:
+            self._leave(over)
+            self._base.use(over[::-1], parents[::-1])
+
+    def _forget(self, key: PageKey) -> PageKey | None:
+        """Forget that a page is retained; its parent."""
+        del self._retained[key]
+        self._ended.discard(key)
         parent = self._parents.pop(key)
         if parent is not None:
             left = self._num_children[parent] - 1
@@ -176,19 +198,22 @@ class Retaining:
                 self._num_children[parent] = left
             else:
                 del self._num_children[parent]
+        return parent
+
+    def _expire_at(self, key: PageKey, expires: float) -> None:
+        self._expires[key] = expires
+        heapq.heappush(self._due, (expires, key))
+        if len(self._due) > 2 * len(self._expires) + _FEW:  # most are outdated
+            self._due = [(at, one) for one, at in self._expires.items()]
+            heapq.heapify(self._due)
 
     def _expire(self) -> None:
-        """Make those whose time is up candidates of the base, as if they were used just now."""
+        """End the retention of those whose time is up."""
         now = self._clock() if self._due else 0.0
         over: list[PageKey] = []
-        parents: list[PageKey | None] = []
         while self._due and self._due[0][0] <= now:
             expires, key = heapq.heappop(self._due)
             if self._expires.get(key) == expires:
+                del self._expires[key]
                 over.append(key)
-                parents.append(self._places[key][1])
-        if over:
-            self._leave(over)
-            for key in over:
-                self._forget(key)
-            self._base.use(over, parents)
+        self._end(over)

@@ -17,6 +17,7 @@ from pagedkv.errors import TraceError
 from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.recorded import is_recorded, read_recorded
 from pagedkv.recorded_replay import replay_recorded
+from pagedkv.recording import Recording
 from pagedkv.simulate_recorded import simulate_recorded
 from pagedkv.trace_lines import VERSION
 
@@ -263,6 +264,57 @@ def test_a_file_that_is_there_is_kept_and_a_second_recording_refused(tmp_path: P
     assert last.is_closed
 
 
+def fill_the_disk(recording: Recording, buffering: int) -> None:
+    recording._file.close()
+    recording._file = Path("/dev/full").open("w", buffering)  # noqa: SIM115 - it closes it
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_a_full_disk_ends_the_recording_but_harms_no_caller(tmp_path: Path, buffering: int) -> None:
+    """With a buffer, or where each line is written at once."""
+    tokens = [*range(8)]
+    with pk.PagedKVCache(SPEC, 4, pk.PageStore.open(tmp_path / "cache.zarr", SPEC)) as cache:
+        recording = cache.record(tmp_path / "trace.jsonl")
+        fill_the_disk(recording, buffering)
+        with cache.open_sequence(tokens) as sequence:
+            kv = np.zeros((SPEC.num_layers, 8, SPEC.num_kv_heads, SPEC.head_dim), SPEC.np_dtype)
+            sequence.append(kv, kv, tokens)
+        with cache.acquire(pk.page_keys(SPEC, tokens)) as pages:
+            assert len(pages) == 2
+        assert cache.stats().num_pinned_slots == cache.stats().num_pages_held == 0
+        with pytest.raises(OSError, match="No space left"):
+            recording.close()
+        assert recording.is_closed
+        recording.close()  # it was told
+        with cache.record(tmp_path / "again.jsonl"):
+            cache.match(pk.page_keys(SPEC, tokens))
+        recording = cache.record(tmp_path / "last.jsonl")
+        fill_the_disk(recording, buffering)
+        cache.match(pk.page_keys(SPEC, tokens))
+    with pk.PageStore.open(tmp_path / "cache.zarr", SPEC) as store:  # the cache has let it go
+        assert store.find(pk.page_keys(SPEC, tokens)[1]) is not None
+
+
+def test_a_sequence_that_cannot_be_opened_is_closed_in_the_replay_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [*range(8)]
+    with pk.PagedKVCache(SPEC, 4) as cache:
+        cache.put(pk.page_keys(SPEC, tokens), np.zeros((2, *SPEC.page_shape), SPEC.np_dtype))
+        with cache.record(tmp_path / "trace.jsonl"):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(pk.Sequence, "go_on_inside", _interrupt)
+                cache.open_sequence(tokens)
+            cache.check_invariants()
+    operations = read_recorded(tmp_path / "trace.jsonl").operations
+    assert [operation["op"] for operation in operations[-2:]] == ["open", "close"]
+
+
+def _interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_what_is_recorded_changes_nothing(tmp_path: Path) -> None:
     results = []
     for is_recorded_too in (False, True):
@@ -310,6 +362,66 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     assert is_recorded(path)
     with pytest.raises(TraceError, match=message):
         read_recorded(path)
+
+
+def written(path: Path, operations: list[dict[str, Any]], **header: Any) -> Path:
+    """A recording with these operations."""
+    path.write_text("".join(json.dumps(one) + "\n" for one in (GOOD | header, *operations)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("operations", "message"),
+    [
+        ([{"op": "put", "group": 0, "pages": [1], "parent": 1}], "page 1 comes before itself"),
+        (
+            [
+                {"op": "put", "group": 0, "pages": [1], "parent": 2},
+                {"op": "put", "group": 0, "pages": [2], "parent": 1},
+            ],
+            "page 1 comes before itself",
+        ),
+        (
+            [
+                {"op": "open", "sequence": 1, "pages": [4]},
+                {"op": "commit", "sequence": 1, "start": 2, "pages": [5]},
+            ],
+            "has 1 pages .* starts at page 2",
+        ),
+        (
+            [
+                {"op": "open", "sequence": 1, "pages": []},
+                {"op": "append", "sequence": 1, "tokens": 10**12},
+            ],
+            "line 3: tokens of 'append' is 1000000000000",
+        ),
+    ],
+)
+def test_operations_that_contradict_each_other_are_refused(
+    tmp_path: Path, operations: list[dict[str, Any]], message: str
+) -> None:
+    path = written(tmp_path / "trace.jsonl", operations)
+    with pytest.raises(TraceError, match=message):
+        replay_recorded(read_recorded(path), pk.LRU())
+
+
+def test_what_cannot_be_done_at_another_size_is_left_out(tmp_path: Path) -> None:
+    """One group's pool is too small for the prompt, so that it cannot be forked or saved."""
+    path = written(
+        tmp_path / "trace.jsonl",
+        [
+            {"op": "open", "sequence": 1, "pages": []},
+            {"op": "append", "sequence": 1, "tokens": 20},
+            {"op": "fork", "sequence": 1, "child": 2},
+            {"op": "save", "sequence": 1},
+            {"op": "drop", "sequence": 2, "tokens": 8},
+            {"op": "close", "sequence": 2},
+            {"op": "close", "sequence": 1},
+            {"op": "open", "sequence": 3, "pages": [1]},
+        ],
+        num_slots=[9, 9],
+    )
+    assert replay_recorded(read_recorded(path), pk.LRU(), (9, 2)).num_misses == 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Retained pages leave after all others: by priority, and only as long as was asked for."""
 
+import random
+import tracemalloc
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from kv_samples import make_key, make_spec
 
 import pagedkv as pk
+from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.retention import Retaining, Retention
 
 A, B, C, D, E, F = (make_key(number) for number in range(6))
@@ -130,6 +134,109 @@ def test_no_parent_leaves_before_its_child(base: Any, data: st.DataObject) -> No
         present.difference_update(order[:count])
 
 
+def test_a_parent_is_retained_as_long_as_its_child(clock: Clock) -> None:
+    policy = retaining(clock)
+    retain(policy, [A, B], 1, ttl=10)
+    clock.now += 6
+    policy.use([B], [A])
+    clock.now += 6
+    policy.use([C], [None])
+    assert list(policy.victims()) == [C, B, A]
+    clock.now += 6
+    assert list(policy.victims()) == [C, B, A]  # both are ranked as all others by now
+    policy.use([C], [None])
+    assert list(policy.victims()) == [B, A, C]
+
+
+def test_a_parent_that_comes_back_does_not_leave_before_a_retained_child(clock: Clock) -> None:
+    policy = retaining(clock)
+    retain(policy, [A, B], 1)
+    policy.hold([B])
+    policy.evict([A])  # a sequence gave up its first pages
+    policy.use([B], [A])
+    policy.use([A], [None])
+    policy.use([C], [None])
+    assert list(policy.victims()) == [C, B, A]
+    policy.evict([B])
+    assert list(policy.victims()) == [C, A]
+    policy.use([C], [None])
+    assert list(policy.victims()) == [A, C]
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_what_is_used_twice_in_one_moment_expires_once(clock: Clock, name: str) -> None:
+    base = make_policy(name)
+    base.start(8)
+    policy = Retaining(base, clock)
+    retain(policy, [A, B], 1, ttl=1)
+    policy.use([A, B], [None, A])
+    clock.now += 2
+    assert list(policy.victims()) == [B, A]
+    assert len(policy) == 2
+
+
+def test_uses_in_a_long_time_leave_nothing_behind(clock: Clock) -> None:
+    policy = retaining(clock)
+    retain(policy, [A], 1, ttl=1e6)
+    tracemalloc.start()
+    try:
+        for _ in range(10_000):
+            clock.now += 1
+            policy.use([A], [None])
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_whatever_happens_candidates_leave_children_first(clock: Clock, name: str) -> None:
+    rng = random.Random(name)
+    base = make_policy(name)
+    base.start(8)
+    policy = Retaining(base, clock)
+    parents: dict[Any, Any] = {A: None, B: A, C: B, D: B, E: A, F: None}
+    paths = [[A, B, C], [A, B, D], [A, E], [F]]
+    candidates: set[Any] = set()
+    held: set[Any] = set()
+    for _ in range(400):
+        path = rng.choice(paths)
+        own = [key for key in path if key in candidates]
+        resident = [*takewhile(lambda key: key in candidates | held, path)]
+        action = rng.choice(["come", "come", "hold", "release", "leave", "drop", "retain", "wait"])
+        if action == "come" and not held.intersection(path):
+            policy.use(path, [parents[key] for key in path])
+            candidates.update(path)
+        elif action == "hold":
+            policy.hold(own)
+            candidates.difference_update(own)
+            held.update(own)
+        elif action == "release":
+            freed = [key for key in path if key in held]
+            policy.use(freed, [parents[key] for key in freed])
+            held.difference_update(freed)
+            candidates.update(freed)
+        elif action == "leave":
+            gone = [*islice(policy.victims(), rng.randrange(3))]
+            policy.evict(gone)
+            candidates.difference_update(gone)
+        elif action == "drop":
+            key = rng.choice([*parents])
+            policy.discard([key])
+            candidates.discard(key)
+            held.discard(key)
+        elif action == "retain":
+            policy.retain(resident, Retention(rng.randrange(3), rng.choice([None, 1, 5])))
+            own = [key for key in resident if key in candidates]
+            policy.use(own, [parents[key] for key in own])
+        else:
+            clock.now += rng.choice([0.5, 1, 3, 6])
+        order = list(policy.victims())
+        assert len(order) == len(policy)
+        assert set(order) == candidates == set(policy.upcoming())
+        for place, key in enumerate(order):
+            assert parents[key] not in order[:place]
+
+
 @pytest.mark.parametrize(
     ("values", "error"),
     [((-1,), ValueError), ((1.5,), TypeError), ((1, 0), ValueError), ((1, -2.0), ValueError)],
@@ -176,6 +283,27 @@ def test_pages_are_retained_by_key() -> None:
             cache.put([make_key(number)], pages[:1])
         assert cache.match(keys) == 2
         cache.check_invariants()
+
+
+def test_of_nothing_nothing_is_retained() -> None:
+    with pk.PagedKVCache(SPEC, 4) as cache:
+        assert cache.retain(pk.page_keys(SPEC, range(12))) == 0
+        assert cache.retain([]) == 0
+        with cache.open_sequence() as sequence:
+            sequence.retain()
+        with cache.open_sequence([1, 2]) as sequence:
+            sequence.append(kv(2), kv(2), [1, 2])
+            sequence.retain()
+        cache.check_invariants()
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_key_may_be_named_twice(name: str) -> None:
+    with pk.PagedKVCache(SPEC, 4, policy=make_policy(name)) as cache:
+        cache.put([A, B], np.zeros((2, *SPEC.page_shape), SPEC.np_dtype))
+        for priority in (0, 1, 0):
+            cache.retain([A, A, B], priority)
+            cache.check_invariants()
 
 
 def test_what_is_retained_leaves_when_nothing_else_can() -> None:

@@ -32,6 +32,18 @@ class AdmissionPolicy(Protocol):
         """Whether a page that leaves the pool goes to the store; asked again, it says the same."""
 
 
+def check_admission(admission: object) -> None:
+    """Raise ``TypeError`` unless ``admission`` is an object that has all of an admission policy."""
+    if isinstance(admission, type):
+        raise TypeError(f"admission is the class {admission.__name__}: give an object, made by it")
+    missing = [name for name in ("name", "start", "note", "admits") if not hasattr(admission, name)]
+    if missing:
+        raise TypeError(
+            f"admission is {admission!r}: give an object, such as pagedkv.AdmitLikely(); of an"
+            f" AdmissionPolicy it lacks {', '.join(missing)}"
+        )
+
+
 class AdmitAll:
     """Every page is written."""
 

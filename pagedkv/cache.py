@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import owners
-from pagedkv.admission import AdmissionPolicy, AdmitAll
+from pagedkv.admission import AdmissionPolicy, AdmitAll, check_admission
 from pagedkv.arrays import as_int, check_pages
 from pagedkv.errors import ClosedError, SpecMismatchError, StoreFullError
 from pagedkv.explain import Prompt
@@ -27,7 +27,7 @@ from pagedkv.lock import CacheLock
 from pagedkv.moves import Mover
 from pagedkv.page import Page
 from pagedkv.policies.lru import LRU
-from pagedkv.policy import EvictionPolicy
+from pagedkv.policy import EvictionPolicy, check_policy
 from pagedkv.pool import SlotPool
 from pagedkv.prefix import Extra, PageKeys, as_tokens, check_salt, extra_per_page, page_keys
 from pagedkv.recording import Recording
@@ -83,6 +83,7 @@ class PagedKVCache:
 
     Raises:
         ValueError: A number is out of range, the specs do not fit together, or the policy is used.
+        TypeError: Something is of another type, a class or a name in place of an object, say.
         SpecMismatchError: The store holds other specs.
         StoreLockedError: Another cache has taken the store over.
         FileExistsError: ``pool_path`` exists.
@@ -109,8 +110,7 @@ class PagedKVCache:
             )
         admitting = _checked_admission(admission, write_policy)
         ranking = LRU() if policy is None else policy
-        if isinstance(ranking, type):
-            raise TypeError(f"policy is the class {ranking.__name__}: give an object, made by it")
+        check_policy(ranking)
         if len(ranking):
             raise ValueError("policy ranks the pages of another cache already: give a fresh one")
         self.store = store
@@ -153,7 +153,7 @@ class PagedKVCache:
         self._num_forks = _forks.count
         self.is_closed = False
         self._recording: Recording | None = None
-        self._policy_name = ranking.name
+        self._policy_name, self._admission_name = ranking.name, admitting.name
         if store is not None:
             owners.take_over(store, self)
 
@@ -479,6 +479,7 @@ class PagedKVCache:
                 "page_nbytes": sum(spec.page_nbytes for spec in self.specs),
                 "num_slots": [group.places.pool.num_slots for group in self._groups],
                 "has_store": self.store is not None and not self.store.read_only,
+                "admission": self._admission_name,
                 "write_policy": "write-through" if self.writes_through else "on-evict",
             },
         )
@@ -644,8 +645,7 @@ def _checked_counts(num_slots: int | Seq[int], num_specs: int) -> list[int]:
 def _checked_admission(admission: AdmissionPolicy | None, write_policy: str) -> AdmissionPolicy:
     if admission is None:
         return AdmitAll()
-    if isinstance(admission, type):
-        raise TypeError(f"admission is the class {admission.__name__}: give an object, made by it")
+    check_admission(admission)
     if write_policy == "write-through":
         raise ValueError(
             "with write_policy 'write-through' every page is written before it can leave: leave "

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedkv.cli_output import JsonOption, console, print_json, progress_bar
+from pagedkv.simulation_tables import HOW_ESTIMATED, footer, print_tables
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from pagedkv.admission import AdmissionPolicy
     from pagedkv.cost_model import CostModel
     from pagedkv.simulate import SimulationResult
@@ -38,7 +37,8 @@ def simulate(
         typer.Option(
             "--policy",
             metavar="NAME",
-            help="An eviction policy, 'clairvoyant', or 'all'; may be repeated.  [default: all]",
+            help="fifo, lru, lfu, clock, sieve, s3-fifo, arc, 2q, lru-2, pagedkv, clairvoyant, or"
+            " all; may be repeated. Default: all; of a recorded trace the policy of its cache.",
             show_default=False,
         ),
     ] = None,
@@ -56,9 +56,14 @@ def simulate(
         int, typer.Option("--store-slots", metavar="N", help="Pages of a store below the pool.")
     ] = 0,
     admission: Annotated[
-        str,
-        typer.Option("--admission", metavar="NAME", help="What the store takes in."),
-    ] = "all",
+        str | None,
+        typer.Option(
+            "--admission",
+            metavar="NAME",
+            help="What the store takes in: all, seen-twice or likely.  [default: all]",
+            show_default=False,
+        ),
+    ] = None,
     page_tokens: Annotated[
         int | None,
         typer.Option(
@@ -124,10 +129,11 @@ def simulate(
     from pagedkv.admission import make_admission
     from pagedkv.cost_model import CostModel
     from pagedkv.recorded import is_recorded
+    from pagedkv.simulate import check_slots
     from pagedkv.simulate import simulate as run
     from pagedkv.spec import parse_nbytes
 
-    admitting = make_admission(admission)
+    admitting = make_admission(admission or "all")
     names = _policies(policy or ["all"])
     sizes = _sizes(slots or [])
     costs: dict[str, float] = {}
@@ -152,8 +158,18 @@ def simulate(
                 "--plot": plot,
             }
         )
-        _simulate_recorded(trace, policy, sizes, cost, as_json=as_json)
+        _simulate_recorded(
+            trace,
+            policy,
+            sizes,
+            None if admission is None else admitting,
+            cost,
+            as_json=as_json,
+        )
         return
+    check_slots("--store-slots", store_slots, least=0)
+    if admission is not None and not store_slots:
+        raise ValueError("--admission says what a store takes in: give --store-slots too")
     read = _read(trace, page_tokens, nbytes, shown=not as_json)
     sizes = sizes or _default_sizes(read)
     with progress_bar("simulating", shown=not as_json) as progress:
@@ -174,13 +190,13 @@ def simulate(
     if as_json:
         print_json([asdict(result) for result in results])
         return
-    title = (
-        f"{trace.name}: {read.num_requests:,} requests, {read.num_pages:,} pages,"
-        f" {read.num_distinct:,} different"
-    )
     out = console()
-    out.print(_table(title, results))
-    out.print(_footer(read, results))
+    out.print(
+        f"{trace.name}: {read.num_requests:,} requests for {read.num_pages:,} pages, of which"
+        f" {read.num_distinct:,} are different"
+    )
+    print_tables(out, results)
+    out.print(footer(read, results))
     if plot is not None:
         out.print(f"Plot: {plot}")
 
@@ -195,15 +211,35 @@ def _refuse_for_recorded(options: Mapping[str, object]) -> None:
 
 
 def _simulate_recorded(
-    path: Path, policies: list[str] | None, sizes: list[int], cost: "CostModel", *, as_json: bool
+    path: Path,
+    policies: list[str] | None,
+    sizes: list[int],
+    admission: "AdmissionPolicy | None",
+    cost: "CostModel",
+    *,
+    as_json: bool,
 ) -> None:
     """Replay what a live cache did; without ``--policy`` under the policy that it had."""
+    from pagedkv.admission import ADMISSION_NAMES
+    from pagedkv.policies import POLICY_NAMES
     from pagedkv.recorded import read_recorded
     from pagedkv.simulate import CLAIRVOYANT
     from pagedkv.simulate_recorded import simulate_recorded
 
     with progress_bar(f"reading {path.name}", shown=not as_json) as progress:
         recorded = read_recorded(path, progress)
+    if admission is not None and not recorded.has_store:
+        raise ValueError("--admission says what a store takes in, and the recorded cache had none")
+    if not policies and recorded.policy not in POLICY_NAMES:
+        raise ValueError(
+            f"{path} was recorded under {recorded.policy!r}, a policy that has no name here: give"
+            " --policy, or the object to pagedkv.simulate_recorded"
+        )
+    if admission is None and recorded.uses_admission and recorded.admission not in ADMISSION_NAMES:
+        raise ValueError(
+            f"{path} was recorded with admission {recorded.admission!r}, which has no name here:"
+            " give --admission, or the object to pagedkv.simulate_recorded"
+        )
     names = _policies(policies or [recorded.policy])
     if policies and CLAIRVOYANT in policies:
         raise ValueError(
@@ -215,13 +251,23 @@ def _simulate_recorded(
             recorded,
             [name for name in names if name != CLAIRVOYANT],
             sizes,
+            admission=admission,
             cost=cost,
             progress=progress,
         )
     if as_json:
         print_json([asdict(result) for result in results])
         return
-    console().print(_table(f"{path.name}: recorded under {recorded.policy}", results))
+    out = console()
+    out.print(
+        f"{path.name}: {results[0].num_requests:,} requests for {results[0].num_pages:,} pages,"
+        f" recorded under {recorded.policy}"
+    )
+    print_tables(out, results)
+    out.print(
+        f"Hit rate: requested pages that were held, {recorded.page_tokens} tokens a page."
+        f" {HOW_ESTIMATED}"
+    )
 
 
 def _policies(names: list[str]) -> list[str]:
@@ -298,58 +344,3 @@ def _curves(
                     progress=progress,
                 )
     return results
-
-
-def _table(title: str, results: "list[SimulationResult]") -> "Table":
-    from rich.table import Table
-
-    from pagedkv.spec import format_nbytes
-
-    has_store = any(result.admission for result in results)
-    table = Table(title=title)
-    table.add_column("policy")
-    headings = ["slots", "hit rate", "tokens", "tokens saved", "first token"]
-    if has_store:
-        headings[3:3] = ["from store", "written", "read", "written a hit"]
-    for heading in [*headings, "accesses/s"]:
-        table.add_column(heading, justify="right")
-    last = results[0].policy
-    for result in results:
-        if result.policy != last:
-            table.add_section()
-        last = result.policy
-        cells = [
-            f"{result.slots:,}",
-            f"{result.hit_rate:.2%}",
-            f"{result.token_hit_rate:.2%}",
-        ]
-        if has_store:
-            per_hit = result.bytes_written_per_hit
-            cells += [
-                f"{result.store_hits / max(1, result.num_pages):.2%}",
-                format_nbytes(result.bytes_written),
-                format_nbytes(result.bytes_read),
-                "" if per_hit is None else format_nbytes(per_hit),
-            ]
-        cells += [
-            f"{result.prefill_tokens_saved:,}",
-            f"{result.mean_ttft_s * 1000:,.0f} ms",
-            f"{result.accesses_per_second:,.0f}",
-        ]
-        style = "bold" if result.policy == "pagedkv" else None
-        table.add_row(result.policy, *cells, style=style)
-    return table
-
-
-def _footer(trace: "Trace", results: "list[SimulationResult]") -> str:
-    text = (
-        "From cold. Hit rate: requested pages within leading runs that were held; tokens: the same"
-        f" by tokens, {trace.page_tokens} a page. First token: mean, under the cost model of"
-        " docs/simulate.md."
-    )
-    if results[0].store_slots:
-        text += (
-            f" Below the pool a store of {results[0].store_slots:,} pages, which takes in:"
-            f" {results[0].admission}; clairvoyant: one tier as large as both."
-        )
-    return text

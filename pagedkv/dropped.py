@@ -33,6 +33,11 @@ class DroppedPages:
         _pack(self._ring, start, key, time.time_ns())
         self._next = (start + _ENTRY.size) % _NBYTES
 
+    @property
+    def is_full(self) -> bool:
+        """Whether some that were dropped earlier may be forgotten."""
+        return self._ring[-_ENTRY.size :] != bytes(_ENTRY.size)
+
     def dropped_ns(self, key: PageKey) -> int | None:
         """When the page was dropped last, nanoseconds since 1970; None if that is not known."""
         times = (at for one, at in _ENTRY.iter_unpack(self._ring) if one == key)

@@ -76,6 +76,9 @@ class Prompt:
 class Evidence(Protocol):
     """What a tier tells of pages that it has not."""
 
+    notes: list[str]
+    """What could not be found out, in words."""
+
     def evicted(self, key: PageKey) -> Eviction | None:
         """When the page left the tier last, as far as that is remembered."""
 
@@ -202,7 +205,8 @@ def explain_group(
     if key is not None:
         result = _with_reason(result, prompt, key, evidences, store, across=across)
     is_certain = result.reason in (StopReason.EVICTED, StopReason.CORRUPT)
-    return result if store is None or is_certain else replace(result, notes=tuple(store.notes))
+    notes = () if is_certain else tuple(note for one in evidences for note in one.notes)
+    return replace(result, notes=notes)
 
 
 def _with_reason(

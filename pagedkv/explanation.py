@@ -206,7 +206,7 @@ class Explanation:
             yield "elsewhere", f"the first {pages} of these tokens are stored there"
         if last.common_tokens:
             shared = _count(last.common_tokens, "token")
-            yield "next tokens", f"a page that parts from the prompt later shares {shared} more"
+            yield "next tokens", f"a page that is there begins with the next {shared}"
         if last.num_pages_behind:
             pages = _count(last.num_pages_behind, "later page")
             yield "behind", f"{pages} are there, from page {last.first_page_behind} on, unreachable"
@@ -231,6 +231,8 @@ def _because(group: GroupExplanation) -> str:
         StopReason.OTHER_SALT: "these tokens are stored under another salt",
         StopReason.OTHER_EXTRA: "these tokens are stored with another extra",
     }[group.reason]
+    if group.reason is StopReason.NEVER_WRITTEN and group.notes:
+        words = f"as far as can be told (see the notes), {words}"
     return f"{words}; {group.detail}" if group.detail else words
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from pagedkv import files
+from pagedkv.dropped import MAX_DROPPED
 from pagedkv.evidence import StoreEvidence
 from pagedkv.explain import Evidence, Prompt, explain_group
 from pagedkv.explanation import Eviction, Explanation, Tier
@@ -25,13 +26,17 @@ class PoolEvidence:
 
     def __init__(self, group: LayerGroup) -> None:
         self._places = group.places
+        self.notes: list[str] = []
 
     def evicted(self, key: PageKey) -> Eviction | None:
         """When the pool dropped the page last, as far as it remembers."""
         with self._places.lock:
             dropped = self._places.dropped
             time_ns = dropped.dropped_ns(key)
+            is_full = dropped.is_full
         if time_ns is None:
+            if is_full:
+                self.notes.append(f"the pool remembers the last {MAX_DROPPED:,} that it dropped")
             return None
         return Eviction(tier=Tier.POOL, time_ns=time_ns, cause="capacity", policy=dropped.policy)
 

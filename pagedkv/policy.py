@@ -62,3 +62,18 @@ class EvictionPolicy(Protocol):
 
     def __len__(self) -> int:
         """How many candidates there are."""
+
+
+_METHODS = ("start", "use", "hold", "evict", "discard", "victims", "upcoming", "__len__")
+
+
+def check_policy(policy: object) -> None:
+    """Raise ``TypeError`` unless ``policy`` is an object that has all of an eviction policy."""
+    if isinstance(policy, type):
+        raise TypeError(f"policy is the class {policy.__name__}: give an object, made by it")
+    missing = [name for name in ("name", *_METHODS) if not hasattr(policy, name)]
+    if missing:
+        raise TypeError(
+            f"policy is {policy!r}: give an object, such as pagedkv.LRU(); of an EvictionPolicy it"
+            f" lacks {', '.join(missing)}"
+        )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagedkv.admission import AdmitAll
 from pagedkv.errors import TraceError
 from pagedkv.trace_lines import Progress, check_header, json_object, read_lines
 
@@ -45,6 +46,7 @@ class Recorded:
         num_slots: Slots of each layer group.
         has_store: Whether evicted pages went to a store.
         writes_through: Whether it took them as soon as they had keys.
+        admission: Name of the admission policy that said which of them are worth it.
         operations: What was done, in turn; its fields are those of docs/traces.md.
     """
 
@@ -55,7 +57,13 @@ class Recorded:
     num_slots: tuple[int, ...]
     has_store: bool
     writes_through: bool
+    admission: str
     operations: tuple[Operation, ...]
+
+    @property
+    def uses_admission(self) -> bool:
+        """Whether an admission policy had anything to say."""
+        return self.has_store and not self.writes_through
 
 
 def is_recorded(path: str | Path) -> bool:
@@ -97,6 +105,7 @@ def read_recorded(path: str | Path, progress: Progress | None = None) -> Recorde
         num_slots=tuple(slots),
         has_store=header.get("has_store") is True,
         writes_through=header.get("write_policy") == "write-through",
+        admission=str(header.get("admission", AdmitAll.name)),
         operations=tuple(_operations(path, lines, len(slots))),
     )
 

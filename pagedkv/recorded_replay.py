@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.admission import AdmissionPolicy, make_admission
 from pagedkv.cache import PagedKVCache
 from pagedkv.errors import PagedKVError, TraceError
 from pagedkv.policy import EvictionPolicy
@@ -59,6 +60,7 @@ def replay_recorded(
     policy: EvictionPolicy,
     num_slots: Sequence[int] | None = None,
     *,
+    admission: AdmissionPolicy | None = None,
     progress: Progress | None = None,
 ) -> ReplayCounts:
     """Do again what was recorded, perhaps under another policy or at another size.
@@ -69,18 +71,22 @@ def replay_recorded(
         recorded: What was done.
         policy: A fresh policy.
         num_slots: Slots of each layer group; those of the recorded cache by default.
+        admission: A fresh admission policy; one of the recorded name by default.
         progress: Is told how many operations of how many have been done.
 
     Returns:
         What the cache counted from where the recording began.
 
     Raises:
-        ValueError: There are not as many numbers of slots as layer groups.
+        ValueError: There are not as many numbers of slots as layer groups, or there is no admission
+            policy of the recorded name.
         TraceError: The operations contradict each other.
     """
     slots = recorded.num_slots if num_slots is None else tuple(num_slots)
     if len(slots) != len(recorded.num_slots):
         raise ValueError(f"{len(slots)} numbers of slots for {len(recorded.num_slots)} groups")
+    if admission is None and recorded.uses_admission:
+        admission = make_admission(recorded.admission)
     specs = [_tiny_spec(number) for number in range(len(slots))]
     with ExitStack() as stack:
         store = None
@@ -94,6 +100,7 @@ def replay_recorded(
                 store,
                 policy,
                 write_policy="write-through" if recorded.writes_through else "on-evict",
+                admission=admission,
                 token_match=False,  # its tokens are made up; what was taken over is recorded
             )
         )

@@ -9,10 +9,10 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.admission import AdmissionPolicy, AdmitAll
+from pagedkv.admission import AdmissionPolicy, AdmitAll, check_admission
 from pagedkv.cost_model import TOKEN_NBYTES, CostModel
 from pagedkv.policies import POLICY_NAMES, make_policy
-from pagedkv.policy import EvictionPolicy
+from pagedkv.policy import EvictionPolicy, check_policy
 from pagedkv.replay import Replay, replay_pool, replay_tiers
 from pagedkv.spec import PageKey
 from pagedkv.trace import Numbers, Request, Trace
@@ -112,7 +112,7 @@ def simulate(
 
     Raises:
         ValueError: A size is no number of pages, or there is no policy of a name.
-        TypeError: A size is no integer.
+        TypeError: A size is no integer, or a policy no object that has all of one.
     """
     if not policies or not slots:
         raise ValueError("nothing to simulate: give at least one policy and one number of slots")
@@ -120,12 +120,16 @@ def simulate(
         check_slots("slots", value)
     check_slots("store_slots", store_slots or 0, least=0)
     for policy in policies:
-        if isinstance(policy, str) and policy != CLAIRVOYANT:
+        if not isinstance(policy, str):
+            check_policy(policy)
+        elif policy != CLAIRVOYANT:
             _make_policy(policy)
+    admission = AdmitAll() if admission is None else admission
+    check_admission(admission)
     runs = _Runs(
         trace,
         store_slots or 0,
-        admission or AdmitAll(),
+        admission,
         cost or CostModel(),
         progress,
         num_replays=len(policies) * len(slots),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagedkv.admission import AdmitAll
+from pagedkv.admission import AdmissionPolicy, AdmitAll, check_admission, make_admission
 from pagedkv.cost_model import CostModel
 from pagedkv.policies import make_policy
-from pagedkv.policy import EvictionPolicy
+from pagedkv.policy import EvictionPolicy, check_policy
 from pagedkv.recorded import Recorded
 from pagedkv.recorded_replay import ReplayCounts, replay_recorded
 from pagedkv.simulate import SimulationResult, check_slots
@@ -21,6 +21,7 @@ def simulate_recorded(
     policies: Sequence[str | EvictionPolicy],
     slots: Sequence[int] = (),
     *,
+    admission: AdmissionPolicy | None = None,
     cost: CostModel | None = None,
     progress: Progress | None = None,
 ) -> list[SimulationResult]:
@@ -33,6 +34,7 @@ def simulate_recorded(
         policies: Names, or fresh objects, of which copies are used; ``"clairvoyant"`` is none of
             them, since what comes next depends on what was hit.
         slots: Slots of each layer group, one size after another; as recorded if there is none.
+        admission: What the store takes in, a copy is used; as recorded if None.
         cost: What prefill and reading cost.
         progress: Is told how many operations of how many have been replayed.
 
@@ -41,12 +43,22 @@ def simulate_recorded(
         groups differ in size is that of the first.
 
     Raises:
-        ValueError: There is no policy of a name, or a size is no number of slots.
-        TypeError: A size is no integer.
+        ValueError: There is no policy, or admission policy, of a name, or a size is no number of
+            slots.
+        TypeError: A size is no integer, or a policy no object that has all of one.
     """
     for size in slots:
         check_slots("slots", size)
     makers = [make_policy(one) if isinstance(one, str) else one for one in policies]
+    for one in makers:
+        check_policy(one)
+    if admission is None and recorded.uses_admission:
+        admission = make_admission(recorded.admission)
+    if admission is not None:
+        check_admission(admission)
+    admission_name = None
+    if recorded.has_store:
+        admission_name = AdmitAll.name if admission is None else admission.name
     num_groups = len(recorded.num_slots)
     sizes = [(size,) * num_groups for size in slots] or [recorded.num_slots]
     total = len(makers) * len(sizes) * max(1, len(recorded.operations))
@@ -60,10 +72,24 @@ def simulate_recorded(
                     progress(done + number, total)
 
             began = time.perf_counter()
-            counts = replay_recorded(recorded, copy.deepcopy(policy), num_slots, progress=advance)
+            counts = replay_recorded(
+                recorded,
+                copy.deepcopy(policy),
+                num_slots,
+                admission=copy.deepcopy(admission),
+                progress=advance,
+            )
             seconds = time.perf_counter() - began
             results.append(
-                _result(recorded, policy.name, num_slots[0], counts, cost or CostModel(), seconds)
+                _result(
+                    recorded,
+                    policy.name,
+                    num_slots[0],
+                    admission_name,
+                    counts,
+                    cost or CostModel(),
+                    seconds,
+                )
             )
     return results
 
@@ -72,6 +98,7 @@ def _result(
     recorded: Recorded,
     name: str,
     slots: int,
+    admission: str | None,
     counts: ReplayCounts,
     cost: CostModel,
     seconds: float,
@@ -87,7 +114,7 @@ def _result(
         policy=name,
         slots=slots,
         store_slots=0,
-        admission=AdmitAll.name if recorded.has_store else None,
+        admission=admission,
         method="recording",
         num_requests=len(requested),
         num_pages=num_pages,

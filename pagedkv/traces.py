@@ -14,6 +14,7 @@ from pagedkv.trace_lines import Progress, check_header, json_object, read_lines
 MOONCAKE_PAGE_TOKENS = 512
 CSV_PAGE_TOKENS = 16
 
+_MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 _JSON_SUFFIXES = {".json", ".jsonl", ".ndjson"}
 
 Lines = Iterator[tuple[int, str]]
@@ -63,6 +64,13 @@ def read_trace(
         for number, other in lines:
             _add_event(builder, number, json_object(path, number, other))
         return builder.build()
+    if not any(name in header for name in _MOONCAKE):
+        has = ", ".join(sorted(header)[:8]) or "nothing"
+        raise TraceError(
+            f"{path}, line {line}: neither a request of Mooncake's, with {', '.join(_MOONCAKE)},"
+            f' nor a header with "format": "pagedkv-trace" (it has {has}): begin the file as'
+            " docs/traces.md says"
+        )
     builder = TraceBuilder(
         path,
         "mooncake",

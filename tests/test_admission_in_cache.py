@@ -121,5 +121,7 @@ def test_a_scan_is_spared_and_what_returns_is_kept(tmp_path: Path, admission: An
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="class AdmitLikely: give an object"):
         pk.PagedKVCache(SPEC, 2, admission=pk.AdmitLikely)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'likely': give an object, .* lacks name, start, note"):
+        pk.PagedKVCache(SPEC, 2, admission="likely")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="write-through"):
         pk.PagedKVCache(SPEC, 2, admission=pk.AdmitLikely(), write_policy="write-through")

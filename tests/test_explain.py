@@ -398,7 +398,9 @@ def test_how_many_tokens_of_the_next_page_another_shares(path: Path) -> None:
         sibling = [*TOKENS[: 8 + shared], *[99] * (T - shared)]
         write(path, entries_of(sibling))
         assert common() == shared
-    assert "shares 3 tokens more" in str(explain_prefix(path, TOKENS))
+    assert "next tokens: a page that is there begins with the next 3 tokens" in str(
+        explain_prefix(path, TOKENS)
+    )
     assert common(salt=b"tenant") == common(extra=b"lora") == 0
     assert explain_prefix(path, TOKENS[:9]).groups[0].common_tokens == 1  # a rest of one token
     for rest in ([8, 9], [8, 9, 10, 11][:3]):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_samples import make_kv, make_pages, make_spec, unchanged, wait_for_writers
+from kv_samples import make_key, make_kv, make_pages, make_spec, unchanged, wait_for_writers
 
 from pagedkv import (
     FIFO,
@@ -19,6 +19,7 @@ from pagedkv import (
     page_keys,
 )
 from pagedkv import format as fmt
+from pagedkv.dropped import MAX_DROPPED
 from pagedkv.explain import explain_prefix
 from pagedkv.explanation import Tier
 
@@ -67,6 +68,23 @@ def test_a_page_that_the_pool_dropped() -> None:
         assert before <= group.eviction.time_ns <= time.time_ns()
         assert (group.eviction.tier, group.eviction.policy) == (Tier.POOL, "fifo")
         assert "left the pool" in str(found)
+
+
+def test_what_the_pool_has_forgotten_is_not_said_to_be_certain() -> None:
+    with PagedKVCache(SPEC, 6) as cache:
+        cache.put(KEYS[:1], PAGES[:1])
+        for number in range(MAX_DROPPED + 4):
+            cache.put([make_key(number)], PAGES[:1])
+        found = cache.explain(TOKENS + 50)
+        assert found.groups[0].notes == ()
+        assert "because: the page was never written" in str(found)
+        assert cache.explain(TOKENS).reason is StopReason.EVICTED
+        for number in range(2):
+            cache.put([make_key(10_000 + number)], PAGES[:1])
+        found = cache.explain(TOKENS)
+        assert found.reason is StopReason.NEVER_WRITTEN
+        assert found.groups[0].notes == ("the pool remembers the last 1,024 that it dropped",)
+        assert "because: as far as can be told (see the notes), the page was never" in str(found)
 
 
 def test_pages_by_tier(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kv_samples import make_key
+from kv_samples import make_key, make_spec
 
-from pagedkv import FIFO, LFU, LRU, EvictionPolicy
+from pagedkv import FIFO, LFU, LRU, EvictionPolicy, PagedKVCache
 from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.policies.entry_policy import EntryPolicy
 
@@ -58,6 +58,25 @@ def test_an_unknown_name_is_refused_and_the_known_ones_are_listed() -> None:
     with pytest.raises(ValueError, match="'mru'") as raised:
         make_policy("mru")
     assert all(name in str(raised.value) for name in POLICY_NAMES)
+
+
+class _Half:
+    name = "half"
+
+    def use(self, keys: Any, parents: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("lru", r"policy is 'lru': give an object, such as pagedkv.LRU\(\)"),
+        (LFU, "policy is the class LFU: give an object"),
+        (_Half(), "lacks start, hold, evict, discard, victims, upcoming, __len__$"),
+    ],
+)
+def test_what_is_no_policy_is_refused_by_a_cache(policy: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        PagedKVCache(make_spec(), 2, policy=policy)
 
 
 def test_a_new_policy_has_no_candidates(policy: EvictionPolicy) -> None:

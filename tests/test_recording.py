@@ -11,12 +11,14 @@ from kv_samples import bits, make_spec
 from typer.testing import CliRunner
 
 import pagedkv as pk
+from pagedkv.admission import ADMISSION_NAMES, AdmitAll, make_admission
 from pagedkv.cli import app
 from pagedkv.errors import TraceError
 from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.recorded import is_recorded, read_recorded
 from pagedkv.recorded_replay import replay_recorded
 from pagedkv.recording import Recording
+from pagedkv.simulate_recorded import simulate_recorded
 from pagedkv.trace_lines import VERSION
 
 SPEC = make_spec(page_tokens=4)
@@ -149,6 +151,20 @@ def test_with_a_store_the_hits_of_both_tiers_are_the_same(tmp_path: Path, seed: 
     assert counts.num_store_hits > 0
     assert hits == stats.num_pool_hits + stats.num_store_hits
     assert counts.num_misses == stats.num_misses
+
+
+@pytest.mark.parametrize("name", ADMISSION_NAMES)
+def test_the_admission_policy_is_that_of_the_cache(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    store = pk.PageStore.open(tmp_path / "cache.zarr", SPEC)
+    with pk.PagedKVCache(SPEC, NUM_SLOTS, store, admission=make_admission(name)) as cache:
+        stats = record(path, cache, 3)
+    (same,) = simulate_recorded(read_recorded(path), ["lru"])
+    (every,) = simulate_recorded(read_recorded(path), ["lru"], admission=AdmitAll())
+    hits = stats.num_pool_hits + stats.num_store_hits
+    assert same.num_hits == pytest.approx(hits, rel=0.02)  # the writer may ask earlier or later
+    assert (same.admission, every.admission) == (name, "all")
+    assert (stats.num_pages_refused == 0) == (every.num_hits == hits)
 
 
 def test_another_size_or_policy_gives_other_hits(tmp_path: Path) -> None:
@@ -453,10 +469,31 @@ def test_the_command_line_replays_it(tmp_path: Path) -> None:
     assert "recorded under fifo" in CliRunner().invoke(app, ["simulate", str(path)]).stdout
 
 
+def test_a_policy_without_a_name_is_no_mystery(tmp_path: Path) -> None:
+    class Mine(pk.LRU):
+        name = "mine"
+
+    class Few(AdmitAll):
+        name = "few"
+
+    path = tmp_path / "trace.jsonl"
+    with pk.PagedKVCache(SPEC, NUM_SLOTS, policy=Mine(), admission=Few()) as cache:
+        record(path, cache, 5)
+    result = CliRunner().invoke(app, ["simulate", str(path)])
+    assert "recorded under 'mine', a policy that has no name here" in str(result.exception)
+    assert CliRunner().invoke(app, ["simulate", str(path), "--policy", "lru"]).exit_code == 0
+    path.write_text(path.read_text().replace('"has_store": false', '"has_store": true'))
+    result = CliRunner().invoke(app, ["simulate", str(path), "--policy", "lru"])
+    assert "recorded with admission 'few', which has no name here" in str(result.exception)
+    options = ["--policy", "lru", "--admission", "likely"]
+    assert CliRunner().invoke(app, ["simulate", str(path), *options]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--store-slots", "5"], "--store-slots"),
+        (["--admission", "likely"], "the recorded cache had none"),
         (["--policy", "clairvoyant"], "clairvoyant"),
         (["--slots", "0"], "slots"),
         (["--policy", "mru"], "take one of"),

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv import KVSpec, PagedKVCache, cli, page_keys
+from pagedkv import KVSpec, PagedKVCache, cli, page_keys, simulation_tables
 from pagedkv.admission import ADMISSION_NAMES, AdmitAll, AdmitLikely, AdmitSeenTwice, make_admission
+from pagedkv.cli_output import console
 from pagedkv.cost_model import CostModel
 from pagedkv.policies import POLICY_NAMES, make_policy
 from pagedkv.policies.lru import LRU
@@ -313,6 +314,8 @@ def test_slots_for_more_pages_than_there_are_cost_nothing() -> None:
         ((["lru"], []), ValueError, "nothing to simulate"),
         (([], [1]), ValueError, "nothing to simulate"),
         ((["lru", "best"], [1]), ValueError, "there is no policy 'best': take one of fifo, lru"),
+        ((["lru", LRU], [1]), TypeError, "policy is the class LRU: give an object"),
+        ((["lru", None], [1]), TypeError, "policy is None: give an object"),
     ],
 )
 def test_arguments_are_checked(arguments: Any, error: type[Exception], message: str) -> None:
@@ -320,6 +323,9 @@ def test_arguments_are_checked(arguments: Any, error: type[Exception], message: 
         simulate(make_trace([[1]]), *arguments)
     with pytest.raises(ValueError, match="store_slots is -1: it must be in 0"):
         simulate(make_trace([[1]]), ["lru"], [1], store_slots=-1)
+    likely: Any = "likely"
+    with pytest.raises(TypeError, match="admission is 'likely': give an object"):
+        simulate(make_trace([[1]]), ["lru"], [1], store_slots=1, admission=likely)
 
 
 def test_progress_reaches_its_end() -> None:
@@ -429,6 +435,33 @@ def trace_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def mooncake_like() -> SimulationResult:
+    """As wide as figures become."""
+    return SimulationResult(
+        policy="pagedkv-two",
+        slots=12_345_678,
+        store_slots=MAX_SLOTS,
+        admission="seen-twice",
+        method="replay",
+        num_requests=10**6,
+        num_pages=10**9,
+        num_hits=10**9,
+        hit_rate=1.0,
+        num_object_hits=10**9,
+        token_hit_rate=1.0,
+        pool_hits=0,
+        store_hits=10**9,
+        bytes_written=1024**4 - 10**8,
+        bytes_read=1024**4 - 10**8,
+        bytes_written_per_hit=1024.0**4 - 10**8,
+        prefill_tokens_saved=1_152_921_504,
+        mean_ttft_s=1.2344,
+        seconds=1.0,
+        accesses_per_second=1e9,
+    )
+
+
 def test_json_is_a_list_of_results(
     trace_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -451,7 +484,7 @@ def test_json_is_a_list_of_results(
 def test_a_table_is_printed(
     trace_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     arguments = ("--policy", "lru", "--policy", "clairvoyant", "--store-slots", 30)
     assert run(trace_file, *arguments, "--admission", "likely", monkeypatch=monkeypatch) == 0
     output, errors = capsys.readouterr()
@@ -463,6 +496,27 @@ def test_a_table_is_printed(
         slots = max(1, round(share * trace.num_distinct))
         rate = one(trace, "clairvoyant", slots + 30).hit_rate
         assert f"{rate:.2%}" in output
+
+
+def test_tables_fit_into_80_columns(
+    mooncake_like: SimulationResult,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    simulation_tables.print_tables(console(), [mooncake_like])
+    output = capsys.readouterr().out
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= 80, output
+    for text in ("pagedkv-two", "12,345,678", "1,152,921,504", "1,234 ms", "1023.9 GiB"):
+        assert text in output
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.000466, "0.466 ms"), (0.0123456, "12.3 ms"), (1.2344, "1,234 ms")]
+)
+def test_times_of_any_size_can_be_told_apart(seconds: float, text: str) -> None:
+    assert simulation_tables.milliseconds(seconds) == text
 
 
 def test_options_of_the_cost_model_count(
@@ -505,7 +559,8 @@ def test_csv_and_gzip_by_the_command(
         (["--slots", ""], "--slots has ''"),
         (["--policy", "best"], "there is no policy 'best': take one of fifo, lru"),
         (["--admission", "best"], "there is no admission policy 'best'"),
-        (["--store-slots", "-1"], "store_slots is -1"),
+        (["--admission", "likely"], "give --store-slots too"),
+        (["--store-slots", "-1"], "--store-slots is -1"),
         (["--page-tokens", "0"], "page_tokens is 0"),
         (["--page-nbytes", "lots"], "'lots' is no byte size"),
         (["--prefill-us", "-1"], "prefill_s_per_token is"),

@@ -186,6 +186,7 @@ def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, line: str, messag
     ("lines", "message"),
     [
         (['{"format": "other"}'], "line 1: format is 'other'"),
+        (['{"time": 0, "keys": [1]}'], 'nor a header with "format": "pagedkv-trace" (it has keys,'),
         (['{"format": "pagedkv-trace"}'], "line 1: version is None"),
         (['{"format": "pagedkv-trace", "version": 2}'], "version is 2; this release reads up to 1"),
         (['{"format": "pagedkv-trace", "version": 1}'], "the header has no page_tokens"),

@@ -3,6 +3,7 @@
 import random
 import tracemalloc
 from itertools import islice, takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,25 @@ def test_pages_are_retained_by_key() -> None:
             cache.put([make_key(number)], pages[:1])
         assert cache.match(keys) == 2
         cache.check_invariants()
+
+
+def test_a_page_that_only_the_store_has_is_retained_when_it_comes_back(tmp_path: Path) -> None:
+    """It leads to pages that are retained in the pool: it must not leave before them."""
+    tokens = [*range(12)]
+    keys = pk.page_keys(SPEC, tokens)
+    with pk.PagedKVCache(SPEC, 3, pk.PageStore.open(tmp_path / "cache.zarr", SPEC)) as cache:
+        with cache.open_sequence(tokens) as sequence:
+            sequence.append(kv(12), kv(12), tokens)
+            cache.flush()
+            places = cache._groups[0].places
+            with cache._lock:
+                places.evict(sequence.table(0)[1])
+            sequence.retain()
+        cache.get(keys[1:2])  # there is a free slot
+        cache.check_invariants()
+        assert list(places._policy.victims()) == list(keys[::-1])
+        cache.put([make_key(1)], np.zeros((1, *SPEC.page_shape), SPEC.np_dtype))
+        assert [key in places.index for key in keys] == [True, True, False]
 
 
 def test_of_nothing_nothing_is_retained() -> None:

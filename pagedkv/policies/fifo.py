@@ -26,7 +26,7 @@ class FIFO(LRU):
         num_children = self._num_children
         has_come = False
         for key, parent in zip(reversed(keys), reversed(parents), strict=True):
-            if key in order or key in parked:
+            if key in order or (parked and key in parked):
                 if has_come:
                     if key in parked:
                         order[key] = self._unpark(key)
@@ -34,22 +34,27 @@ class FIFO(LRU):
                 if key not in held:
                     continue
                 held.discard(key)
-                parent = self._parent(key)  # noqa: PLW2901
-                if key in parked:
+                if key in order:
+                    parent = order[key]  # noqa: PLW2901
+                else:
+                    parent = parked[key]  # noqa: PLW2901
                     self._freed.append((self._places[key], key))
             else:
                 has_come = True
                 order[key] = parent
-            if parent is not None:
-                num_children[parent] = num_children.get(parent, 0) + 1
+            if parent in num_children:
+                num_children[parent] += 1
+            elif parent is not None:
+                num_children[parent] = 1
 
     def hold(self, keys: Sequence[PageKey]) -> None:
         """Let the pages keep their places, though they are no candidates."""
+        order, held = self._order, self._held
         for key in keys:
-            if key in self._held:
+            if key in held:
                 raise KeyError(key)
-            self._drop_child(self._parent(key))
-            self._held.add(key)
+            self._drop_child(order[key] if key in order else self._parked[key])
+            held.add(key)
 
     def evict(self, keys: Sequence[PageKey]) -> None:
         """Forget the pages."""

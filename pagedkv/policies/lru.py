@@ -32,19 +32,21 @@ class LRU:
 
     def use(self, keys: Sequence[PageKey], parents: Sequence[PageKey | None]) -> None:
         """Make the pages the last to leave, the first of ``keys`` the very last."""
-        order, num_children = self._order, self._num_children
+        order, parked, num_children = self._order, self._parked, self._num_children
         if len(keys) == 1 and keys[0] in order:  # of single pages, half of the time
             order.move_to_end(keys[0])
             return
         for key, parent in zip(reversed(keys), reversed(parents), strict=True):
             if key in order:
                 order.move_to_end(key)
-            elif key in self._parked:
+            elif parked and key in parked:
                 order[key] = self._unpark(key)
             else:
                 order[key] = parent
-                if parent is not None:
-                    num_children[parent] = num_children.get(parent, 0) + 1
+                if parent in num_children:
+                    num_children[parent] += 1
+                elif parent is not None:
+                    num_children[parent] = 1
 
     def hold(self, keys: Sequence[PageKey]) -> None:
         """Take the pages out of the order; ``use`` puts them at its end."""
@@ -52,16 +54,18 @@ class LRU:
 
     def evict(self, keys: Sequence[PageKey]) -> None:
         """Forget the pages."""
-        order, num_children = self._order, self._num_children
+        order, parked, num_children = self._order, self._parked, self._num_children
         for key in keys:
-            parent = order.pop(key) if key in order else self._unpark(key)
+            try:
+                parent = order.pop(key)
+            except KeyError:
+                parent = self._unpark(key)
             if parent is not None:  # as in _drop_child, which would take a third of the time
-                left = num_children[parent] - 1
-                if left:
-                    num_children[parent] = left
+                if num_children[parent] > 1:
+                    num_children[parent] -= 1
                 else:
                     del num_children[parent]
-                    if parent in self._parked:
+                    if parked and parent in parked:
                         self._freed.append((self._places[parent], parent))
 
     def discard(self, keys: Sequence[PageKey]) -> None:
@@ -88,28 +92,30 @@ class LRU:
         """
         self._park(held)
         order, num_children, parked = self._order, self._num_children, self._parked
-        named: dict[PageKey, int] = {}  # children that were named, by parent
+        named: dict[PageKey, int] = {}  # children that were named, by parent that has several
+        childless: set[PageKey] = set()  # parents whose children were all named
         passed: set[PageKey] = set()  # met before their children
-        for key in chain([key for _, key in self._freed], order):
+
+        def name(parent: PageKey) -> bool:
+            """Count a child that was named; whether it was the last one."""
+            named[parent] = named.get(parent, 0) + 1
+            return named[parent] == num_children[parent]
+
+        freed = [(key, parked[key]) for _, key in self._freed]
+        for key, parent in chain(freed, order.items()) if freed else order.items():
             if key in held:
                 continue
-            if key in num_children and num_children[key] != named.get(key):
+            if key in num_children and key not in childless:
                 passed.add(key)
                 continue
             yield key
-            parent = order[key] if key in order else parked[key]
-            while parent is not None:
-                named[parent] = named.get(parent, 0) + 1
-                if num_children[parent] != named[parent] or parent in held:
+            at = parent
+            while at is not None and (num_children[at] == 1 or name(at)):
+                childless.add(at)
+                if at in held or not (at in passed or at in parked):  # its own turn comes
                     break
-                if parent in passed:
-                    yield parent
-                    parent = order[parent]
-                elif parent in parked:
-                    yield parent
-                    parent = parked[parent]
-                else:  # its own turn comes
-                    break
+                yield at
+                at = order[at] if at in passed else parked[at]
 
     def _park(self, held: Container[PageKey]) -> None:
         """Park what is hindered of the oldest, and sort out who is no more."""

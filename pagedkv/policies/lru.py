@@ -92,6 +92,10 @@ class LRU:
         """
         self._park(held)
         order, num_children, parked = self._order, self._num_children, self._parked
+        first = None
+        if order and not self._freed:  # often one is enough
+            first = next(iter(order))
+            yield first
         named: dict[PageKey, int] = {}  # children that were named, by parent that has several
         childless: set[PageKey] = set()  # parents whose children were all named
         passed: set[PageKey] = set()  # met before their children
@@ -108,7 +112,8 @@ class LRU:
             if key in num_children and key not in childless:
                 passed.add(key)
                 continue
-            yield key
+            if key is not first:
+                yield key
             at = parent
             while at is not None and (num_children[at] == 1 or name(at)):
                 childless.add(at)

@@ -21,6 +21,7 @@ from pagedkv.errors import (
     StoreFullError,
     StoreLockedError,
     StoreTimeoutError,
+    TraceError,
 )
 from pagedkv.explanation import Explanation, StopReason
 from pagedkv.fingerprint import fingerprint_files
@@ -89,6 +90,7 @@ __all__ = [
     "StoreLockedError",
     "StoreRow",
     "StoreTimeoutError",
+    "TraceError",
     "TwoQueue",
     "fingerprint_files",
     "format_nbytes",

@@ -22,7 +22,7 @@ DOCUMENTED = {
     "PageKey", "PageKeys", "page_keys", "fingerprint_files", "parse_nbytes", "format_nbytes",
     # errors
     "PagedKVError", "PoolExhaustedError", "PageNotFoundError", "SpecMismatchError", "ClosedError",
-    "StoreError", "CorruptPageError", "StoreFullError", "StoreLockedError", "StoreTimeoutError",
+    "StoreError", "CorruptPageError", "StoreFullError", "StoreLockedError", "StoreTimeoutError", "TraceError",
     "FormatVersionError",
 }  # fmt: skip
 

@@ -22,8 +22,8 @@ DOCUMENTED = {
     "PageKey", "PageKeys", "page_keys", "fingerprint_files", "parse_nbytes", "format_nbytes",
     # errors
     "PagedKVError", "PoolExhaustedError", "PageNotFoundError", "SpecMismatchError", "ClosedError",
-    "StoreError", "CorruptPageError", "StoreFullError", "StoreLockedError", "StoreTimeoutError", "TraceError",
-    "FormatVersionError",
+    "StoreError", "CorruptPageError", "StoreFullError", "StoreLockedError", "StoreTimeoutError",
+    "FormatVersionError", "TraceError",
 }  # fmt: skip
 
 ERRORS = {
